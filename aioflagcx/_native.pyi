@@ -1,0 +1,268 @@
+"""The boundary to the native core. Every call that can take over 10 us releases the GIL.
+
+No native thread ever calls into Python: results come through `TransferEngine.poll_events`
+after `TransferEngine.event_fd` became readable. Calls marked *blocking* may wait for the kernel,
+a peer or a thread, and belong on an executor thread; all others return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Attributes = dict[str, int | str | bytes | list[str]]
+"""What one queue pair tells its peer; also holds "rail": int, the endpoint's index."""
+
+# Access bits of regions, as in the MR table (docs/handshake.md).
+ACCESS_REMOTE_READ: Final[int]
+ACCESS_REMOTE_WRITE: Final[int]
+
+OP_WRITE: Final[int]
+OP_READ: Final[int]
+
+# TransferEvent.status
+STATUS_DONE: Final[int]
+STATUS_CANCELLED: Final[int]  # by Task.cancel or Task.abort
+STATUS_REMOTE_ACCESS: Final[int]  # the peer refused a slice: key, bounds or access
+STATUS_RETRY_EXCEEDED: Final[int]  # endpoints failed more often than retry_count
+STATUS_LOCAL: Final[int]  # a local verbs error (protection, queue pair, device)
+STATUS_LOST: Final[int]  # Session.fail
+
+class NativeError(RuntimeError):
+    """A failed system or verbs call."""
+
+    call: str
+    errno: int  # 0 when no system call failed
+    detail: str
+
+class AddressMiss(LookupError):
+    """A piece lies in no single region that grants the access."""
+
+    index: int
+    address: int
+    length: int
+
+class LocalMiss(AddressMiss): ...
+class RemoteMiss(AddressMiss): ...
+
+class RegionRecord(NamedTuple):
+    id: int
+    addr: int
+    size: int
+    access: int  # ACCESS_* bits
+    name: str | None
+
+class TransferEvent(NamedTuple):
+    """A transfer that did not succeed, now locally quiet: nothing of it is posted or copied."""
+
+    id: int
+    status: int
+    unknown_attempts: list[int]
+    """Connection attempts on which slices ended with unknown outcome: the peer may still write
+    (or read) for them until it has fenced those attempts. Empty: remotely quiet already."""
+    cause: str  # "IBV_WC_REM_ACCESS_ERR" and so on, or ""
+    vendor_err: int
+    rail: str  # local device's name, or ""
+    address: int  # remote address of the slice that failed, 0 when none
+    length: int
+
+class EndpointDown(NamedTuple):
+    """An established attempt failed; its queue pairs are in ERR and flushed. Waiting slices stay
+    queued until the session is established with the next attempt, or fails."""
+
+    session: int
+    attempt: int
+    cause: str
+    vendor_err: int
+    rail: str
+
+class KeepaliveLost(NamedTuple):
+    owner: int  # Session.id or Responder.id
+    reason: str
+
+class Immediates(NamedTuple):
+    """All immediates that Responder.expect asked for have come."""
+
+    responder: int
+    imm: int
+
+Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates
+
+class TransferEngine:
+    event_fd: int
+    devices: list[str]
+    keepalive_port: int
+    generation: int
+    """Of the MR table: grows with every registration and deregistration."""
+
+    def __init__(
+        self,
+        *,
+        devices: Sequence[str],  # ["soft"]
+        bind_address: str,  # numeric
+        advertise_address: str,  # numeric; what peers are told to connect data streams to
+        soft_paths: Sequence[str],
+        soft_streams: int,
+        slice_size: int,
+        workers_per_device: int,
+        qps_per_endpoint: int,
+        max_wr_per_qp: int,
+        max_inflight_bytes_per_endpoint: int,
+        post_batch: int,
+        spin_us: int,
+        retry_count: int,
+        rnr_retry: int,
+        keepalive_interval: float,
+        keepalive_timeout: float,
+    ) -> None: ...
+    def close(self) -> None:
+        """*Blocking.* Joins every thread and frees everything; idempotent. No other *blocking*
+        call of this engine may be under way; later calls raise NativeError."""
+
+    def poll_events(self) -> tuple[list[int], list[Event]]:
+        """Clears the wake-up; (ids of transfers that succeeded, everything else), in order."""
+
+    # Memory ---------------------------------------------------------------------------------
+    def check_mapped(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """*Blocking.* For each (addr, size): 0 not mapped as a whole, 1 readable, 2 readable and
+        writable, by /proc/self/maps."""
+
+    def register(
+        self, ranges: Sequence[tuple[int, int, int, bool, str | None]]
+    ) -> list[int]:
+        """*Blocking.* (addr, size, access bits, locally writable, name) each -> region ids. All
+        or nothing; NativeError names the range."""
+
+    def revoke(self, region_ids: Sequence[int]) -> None:
+        """Leave the tables: no new transfer finds these regions."""
+
+    def deregister(self, region_ids: Sequence[int], timeout: float | None) -> bool:
+        """*Blocking.* revoke, wait for own transfers that use the regions, then invalidate the
+        keys and wait until no peer touches them. False: timed out, call again to go on. Done
+        regions stay done; unknown ids are ignored."""
+
+    def table_since(self, generation: int) -> tuple[bool, int, int, bytes, bytes]:
+        """(full, base, generation, table, removed) for a metadata message; 0 gives the whole."""
+
+    def region(self, region_id: int) -> RegionRecord | None: ...
+
+    # Peers ----------------------------------------------------------------------------------
+    def create_session(self, peer: str) -> Session: ...
+    def create_responder(self, peer: str, keepalive_timeout: float) -> Responder:
+        """`keepalive_timeout`: seconds without a keepalive after which the initiator is lost."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges: bytes_written, bytes_read, slices_posted, slices_reposted,
+        transfers_submitted, transfers_done, transfers_failed, transfers_inflight,
+        bytes_inflight, regions, sessions, responders, wakeups, worker_sleeps,
+        endpoints_failed."""
+
+class Request:
+    """One transfer's pieces: checked, copied, resolved locally; holds its local regions."""
+
+    bytes_total: int
+    pieces: int  # after dropping zero lengths
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        op: int,
+        local: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
+        remote: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
+        lens: npt.NDArray[np.int64] | npt.NDArray[np.uint64],
+    ) -> None:
+        """1-D arrays of one shape; `lens` may have shape (1,) and then holds for all pieces.
+
+        ValueError naming the index: negative, over 2**63, past 2**64, unequal lengths.
+        LocalMiss: see AddressMiss (a read needs locally writable memory)."""
+
+    def release(self) -> None:
+        """Let go of the local regions; only for a request that was never submitted."""
+
+class Task:
+    bytes_total: int
+    bytes_done: int
+    imm_count: int  # immediates sent; valid once done
+    def cancel(self) -> None:
+        """Drop what is not posted; the task ends when its posted slices have completed."""
+
+    def abort(self) -> None:
+        """cancel, and move queue pairs that hold posted slices of it to ERR: the task ends as
+        soon as they are flushed. Other transfers' slices on them are re-posted after the next
+        establish."""
+
+class Session:
+    """The initiator's side of one control connection."""
+
+    id: int
+    generation: int  # of the peer's table as known here
+    region_count: int
+
+    def prepare(self, attempt: int) -> list[Attributes]:
+        """*Blocking.* Fresh queue pairs in INIT for `attempt`, in order; an earlier attempt that
+        was prepared but never established is dropped."""
+
+    def establish(self, attempt: int, rails: Sequence[Attributes], timeout: float) -> str:
+        """*Blocking.* To RTS against the peer's reply; returns the path. NativeError when it
+        fails (errno ETIMEDOUT, ECONNREFUSED, EPROTO, ...), the attempt is then dropped."""
+
+    def watch(self, host: str, port: int, token: bytes) -> None:
+        """Start the keepalive towards the peer; `host` numeric."""
+
+    def update_table(
+        self, full: bool, base: int, generation: int, table: bytes, removed: bytes
+    ) -> bool:
+        """*Blocking.* False: `base` is not what we have, ask for the whole. ValueError: broken."""
+
+    def find(self, addr: int, size: int) -> RegionRecord | None:
+        """The smallest region holding the whole range."""
+
+    def find_name(self, name: str) -> RegionRecord | None: ...
+    def region_at(self, index: int) -> RegionRecord:
+        """By position, 0 <= index < region_count, in address order; IndexError."""
+
+    def names(self) -> list[str]: ...
+    def submit(self, request: Request, id: int, imm: int = 0) -> Task:
+        """Queue it; the request is consumed. RemoteMiss leaves the request usable.
+
+        `imm` nonzero: after all data has landed, a zero-length WRITE_WITH_IMM on each queue pair
+        used (one when there is no data); done means those have been acknowledged too."""
+
+    def fenced(self, attempt: int) -> None:
+        """The peer has confirmed the fence of `attempt`: transfers whose slices were posted
+        again elsewhere may now end as done. Call it before establishing the next attempt."""
+
+    def fail(self) -> None:
+        """The peer is lost: every task ends with STATUS_LOST once flushed; submit raises
+        NativeError from now on; the keepalive stops."""
+
+    def close(self) -> None:
+        """*Blocking.* fail, wait until flushed, free the queue pairs. Idempotent."""
+
+class Responder:
+    """The target's side of one control connection."""
+
+    id: int
+    keepalive_token: bytes  # 16 bytes, for the reply
+    path: str  # of the latest accept
+
+    def accept(self, attempt: int, rails: Sequence[Attributes]) -> list[Attributes]:
+        """*Blocking.* Queue pairs for the initiator's, in RTS with receives posted; fences
+        earlier attempts of the same rails first. NativeError with the reason when none fits."""
+
+    def fence(self, attempt: int) -> None:
+        """*Blocking.* When it returns, this attempt can touch no memory here any more."""
+
+    def expect(self, imm: int, count: int) -> bool:
+        """True: `count` immediates `imm` have come (and are forgotten). Else an Immediates
+        event follows when they have."""
+
+    def forget(self, imm: int) -> None:
+        """Drop an expectation."""
+
+    def close(self) -> None:
+        """*Blocking.* Fence everything, end the keepalive. Idempotent. The native keepalive
+        thread fences by itself as soon as the initiator is lost, before KeepaliveLost is seen."""

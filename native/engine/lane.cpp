@@ -1,0 +1,99 @@
+#include "engine/lane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/transfer_queue.h"
+
+namespace aioflagcx::engine {
+
+Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
+           std::uint32_t remote_device, std::uint64_t attempt, std::string rail)
+    : worker_(worker),
+      queue_(queue),
+      limits_(limits),
+      local_device_(local_device),
+      remote_device_(remote_device),
+      attempt_(attempt),
+      rail_(std::move(rail)),
+      slots_(limits.max_wr) {
+    free_.reserve(limits.max_wr);
+    for (std::uint32_t slot = limits.max_wr; slot-- > 0;) free_.push_back(slot);
+}
+
+Lane::~Lane() = default;
+
+verbs::SendWr Lane::request_for(const Slice& slice, std::uint32_t slot) const {
+    verbs::SendWr wr;
+    wr.wr_id = wr_id(slot);
+    if (slice.piece == nullptr) {
+        wr.opcode = verbs::WrOpcode::RdmaWriteWithImm;
+        wr.imm = slice.task->imm;
+        return wr;
+    }
+    const TransferTask& task = *slice.task;
+    const TableRecord& region = *slice.piece->remote_region;
+    wr.opcode = task.op == Op::Write ? verbs::WrOpcode::RdmaWrite : verbs::WrOpcode::RdmaRead;
+    wr.remote_addr = slice.remote;
+    wr.rkey = task.remote->rkey(region, remote_device_,
+                                (slice.remote - region.addr) / region.chunk_size);
+    wr.sge = {slice.local, slice.length,
+              slice.piece->local_region->mr(local_device_, slice.local).lkey()};
+    return wr;
+}
+
+bool Lane::serve() {
+    if (killed_ || free_.empty()) return false;
+    const bool idle = inflight_bytes_ == 0;
+    const std::uint64_t room = limits_.max_inflight_bytes > inflight_bytes_
+                                   ? limits_.max_inflight_bytes - inflight_bytes_
+                                   : 0;
+    taken_.clear();
+    queue_.take(*this, taken_, std::min<std::size_t>(limits_.batch, free_.size()), room, idle);
+    if (taken_.empty()) return false;
+    requests_.clear();
+    for (std::size_t i = 0; i < taken_.size(); ++i) {
+        requests_.push_back(request_for(taken_[i], free_[free_.size() - 1 - i]));
+    }
+    const std::size_t posted = qp_->post_send(requests_);
+    for (std::size_t i = 0; i < posted; ++i) {
+        inflight_bytes_ += taken_[i].length;
+        slots_[free_.back()] = std::move(taken_[i]);
+        free_.pop_back();
+    }
+    if (posted < taken_.size()) queue_.give_back(*this, taken_, posted);
+    return posted != 0;
+}
+
+void Lane::on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) {
+    Slice slice = std::move(slots_[slot]);
+    slots_[slot] = {};
+    free_.push_back(slot);
+    inflight_bytes_ -= slice.length;
+    const bool error = wc.status != verbs::WcStatus::Success;
+    if (error && wc.status != verbs::WcStatus::WrFlushErr && !std::exchange(failed_, true)) {
+        hooks_.failed(*this, wc);
+    }
+    queue_.completed(*this, std::move(slice), wc);
+    check_flushed();
+}
+
+void Lane::kill() {
+    if (std::exchange(killed_, true)) return;
+    qp_->to_error();
+    check_flushed();
+}
+
+bool Lane::holds(const TransferTask& task) const {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [&](const Slice& slice) { return slice.task.get() == &task; });
+}
+
+void Lane::check_flushed() {
+    if (!killed_ || free_.size() != slots_.size()) return;
+    if (!hooks_.flushed) return;
+    const auto flushed = std::exchange(hooks_.flushed, nullptr);
+    flushed(*this);
+}
+
+}  // namespace aioflagcx::engine

@@ -1,0 +1,81 @@
+// One initiator queue pair at work: takes slices from its session's queue within its credit,
+// posts them as work requests, hands completions back.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/transfer_task.h"
+#include "engine/worker.h"
+
+namespace aioflagcx::engine {
+
+class TransferQueue;
+
+struct LaneLimits {
+    std::uint32_t max_wr = 0;              // send queue depth
+    std::uint64_t max_inflight_bytes = 0;
+    std::uint32_t batch = 0;               // requests posted per round
+};
+
+// Belongs to its worker's thread, except where noted.
+class Lane final : public CompletionSink, public std::enable_shared_from_this<Lane> {
+public:
+    // How the owner (Session) hears of it; called on the worker's thread.
+    struct Hooks {
+        std::function<void(Lane&, const verbs::WorkCompletion&)> failed;  // first real error
+        std::function<void(Lane&)> flushed;  // killed, and nothing is posted any more
+    };
+
+    Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
+         std::uint32_t remote_device, std::uint64_t attempt, std::string rail);
+    ~Lane() override;
+
+    void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) { qp_ = std::move(qp); }
+    void set_hooks(Hooks hooks) { hooks_ = std::move(hooks); }
+    void destroy_queue_pair() noexcept { qp_.reset(); }
+
+    // Any thread; constant.
+    Worker& worker() noexcept { return worker_; }
+    const std::string& rail() const noexcept { return rail_; }
+    std::uint64_t attempt() const noexcept { return attempt_; }
+    void wake() { worker_.wake(shared_from_this()); }
+
+    // Worker's thread. The queue pair goes to ERR; `flushed` follows once it is empty.
+    void kill();
+    bool holds(const TransferTask& task) const;
+
+    void on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) override;
+    bool serve() override;
+
+    // Tasks whose immediate goes out on this lane; guarded by the TransferQueue's mutex.
+    std::deque<std::shared_ptr<TransferTask>> imms;
+
+private:
+    verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;
+    void check_flushed();
+
+    Worker& worker_;
+    TransferQueue& queue_;
+    const LaneLimits limits_;
+    const std::uint32_t local_device_;
+    const std::uint32_t remote_device_;
+    const std::uint64_t attempt_;
+    const std::string rail_;
+    std::unique_ptr<verbs::QueuePair> qp_;
+    Hooks hooks_;
+
+    std::vector<Slice> slots_;          // posted, by the lower half of wr_id
+    std::vector<std::uint32_t> free_;   // slots
+    std::vector<Slice> taken_;          // scratch of serve()
+    std::vector<verbs::SendWr> requests_;
+    std::uint64_t inflight_bytes_ = 0;
+    bool killed_ = false;
+    bool failed_ = false;
+};
+
+}  // namespace aioflagcx::engine

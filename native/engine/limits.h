@@ -1,0 +1,38 @@
+// The engine's fixed numbers. What a deployment may want to tune is in EngineOptions instead.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace aioflagcx::engine {
+
+// Completions taken from a CQ in one poll: large enough to amortise the call, small enough that
+// posting gets its turn between two polls.
+inline constexpr std::size_t kPollBatch = 64;
+
+// Receives posted on a responder QP. Each takes one zero-length immediate of a notify; the worker
+// reposts at once, so this bounds only how many arrive between two of its turns.
+inline constexpr std::uint32_t kReceiveDepth = 128;
+
+// Queue pairs a peer may ask for on one rail; Config allows no more.
+inline constexpr std::size_t kMaxQpsPerRail = 64;
+
+// Changes of the MR table kept for deltas. A peer further behind gets the whole table.
+inline constexpr std::size_t kTableLogLength = 65'536;
+
+// Immediates that came before their notify message, remembered per responder. The initiator sends
+// the message right after them, so more than this many means a peer that never sends it.
+inline constexpr std::size_t kMaxPendingImmediates = 65'536;
+
+// Keepalive connections that have not yet presented a token; more are closed on accept.
+inline constexpr std::size_t kMaxKeepaliveStrangers = 256;
+
+// A keepalive connection must present its token within this time.
+inline constexpr std::chrono::seconds kKeepaliveHelloTimeout{5};
+
+// A peer's MR table may hold at most this many regions or keys: 64 bytes each stay far below what
+// a control-plane frame can carry, so a larger count in a header is a broken or hostile table.
+inline constexpr std::uint32_t kMaxTableEntries = 1u << 24;
+
+}  // namespace aioflagcx::engine

@@ -1,0 +1,54 @@
+#include "engine/rdma_context.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/error.h"
+#include "verbs/soft/soft.h"
+
+namespace aioflagcx::engine {
+
+RdmaContext::RdmaContext(std::unique_ptr<verbs::Device> device, const EngineOptions& options,
+                         Stats& stats)
+    : device_(std::move(device)), pd_(device_->alloc_pd()) {
+    for (std::uint32_t i = 0; i < std::max(options.workers_per_device, 1u); ++i) {
+        workers_.push_back(std::make_unique<Worker>(*device_, device_->attributes().max_cqe,
+                                                    options.spin, stats,
+                                                    "afx-" + device_->name()));
+    }
+}
+
+RdmaContext::~RdmaContext() {
+    stop();
+    workers_.clear();  // their CQs before the device
+}
+
+Worker& RdmaContext::next_worker() noexcept {
+    return *workers_[turn_.fetch_add(1, std::memory_order_relaxed) % workers_.size()];
+}
+
+void RdmaContext::stop() {
+    for (const auto& worker : workers_) worker->stop();
+}
+
+std::vector<std::unique_ptr<RdmaContext>> open_contexts(const EngineOptions& options,
+                                                        Stats& stats) {
+    std::vector<std::unique_ptr<RdmaContext>> contexts;
+    for (const std::string& name : options.devices) {
+        if (name != "soft") {
+            throw NativeError("open device", 0, "no device '" + name + "'; there is: soft");
+        }
+        verbs::soft::SoftOptions soft;
+        soft.name = "soft" + std::to_string(contexts.size());
+        soft.bind_address = options.bind_address;
+        soft.advertise_address = options.advertise_address;
+        soft.paths = options.soft_paths;
+        soft.streams = options.soft_streams;
+        contexts.push_back(std::make_unique<RdmaContext>(verbs::soft::open_soft_device(soft),
+                                                         options, stats));
+    }
+    if (contexts.empty()) throw NativeError("open device", 0, "no device named");
+    return contexts;
+}
+
+}  // namespace aioflagcx::engine

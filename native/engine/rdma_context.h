@@ -1,0 +1,40 @@
+// One opened device: its protection domain and its pool of workers.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/options.h"
+#include "engine/stats.h"
+#include "engine/worker.h"
+#include "verbs/verbs.h"
+
+namespace aioflagcx::engine {
+
+class RdmaContext {
+public:
+    RdmaContext(std::unique_ptr<verbs::Device> device, const EngineOptions& options, Stats& stats);
+    ~RdmaContext();
+
+    verbs::Device& device() noexcept { return *device_; }
+    verbs::ProtectionDomain& pd() noexcept { return *pd_; }
+    const std::string& name() const noexcept { return device_->name(); }
+
+    // Queue pairs are spread over the workers in turn.
+    Worker& next_worker() noexcept;
+    void stop();
+
+private:
+    std::unique_ptr<verbs::Device> device_;
+    std::unique_ptr<verbs::ProtectionDomain> pd_;
+    std::vector<std::unique_ptr<Worker>> workers_;
+    std::atomic<std::uint32_t> turn_{0};
+};
+
+// Opens what `options.devices` names. Throws NativeError listing what there is.
+std::vector<std::unique_ptr<RdmaContext>> open_contexts(const EngineOptions& options, Stats& stats);
+
+}  // namespace aioflagcx::engine

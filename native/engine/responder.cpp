@@ -1,0 +1,200 @@
+#include "engine/responder.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "common/error.h"
+#include "engine/limits.h"
+#include "engine/transfer_engine.h"
+
+namespace aioflagcx::engine {
+
+namespace {
+
+KeepaliveToken random_token() {
+    KeepaliveToken token{};
+    if (::getrandom(token.data(), token.size(), 0) != static_cast<ssize_t>(token.size())) {
+        throw NativeError("getrandom", errno, "keepalive token");
+    }
+    return token;
+}
+
+std::uint64_t rail_of(const verbs::Attributes& attributes) {
+    const auto found = attributes.find("rail");
+    const auto* rail = found == attributes.end() ? nullptr : std::get_if<std::uint64_t>(&found->second);
+    if (rail == nullptr) throw NativeError("accept", EPROTO, "a queue pair names no rail");
+    return *rail;
+}
+
+}  // namespace
+
+void ReceiveSink::post_receives(std::uint32_t count) {
+    std::vector<verbs::RecvWr> receives(count);
+    for (verbs::RecvWr& receive : receives) receive.wr_id = wr_id(0);
+    qp_->post_recv(receives);
+}
+
+void ReceiveSink::on_completion(std::uint32_t, const verbs::WorkCompletion& wc) {
+    if (wc.status != verbs::WcStatus::Success) return;  // flushed: the queue pair is done
+    post_receives(1);
+    if (!wc.with_imm) return;
+    if (const auto responder = responder_.lock()) responder->on_immediate(wc.imm);
+}
+
+Responder::Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer)
+    : engine_(std::move(engine)), id_(id), peer_(std::move(peer)), token_(random_token()) {
+    add(engine_->stats().responders);
+}
+
+Responder::~Responder() {
+    close();
+    sub(engine_->stats().responders);
+}
+
+std::string Responder::path() {
+    const std::lock_guard lock(mutex_);
+    return path_;
+}
+
+void Responder::expect_keepalive(Liveness::Seconds timeout) {
+    engine_->liveness().expect(id_, token_, timeout,
+                               [weak = weak_from_this()](const std::string& reason) {
+                                   if (const auto self = weak.lock()) self->lost(reason);
+                               });
+}
+
+// On the liveness thread: fence before anyone is told, even when the event loop is busy.
+void Responder::lost(const std::string& reason) {
+    fence_if([](const Accepted&) { return true; });
+    engine_->ring().push(KeepaliveLost{id_, reason});
+}
+
+Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
+                                          verbs::Attributes* local) {
+    const std::uint64_t rail = rail_of(remote);
+    const std::uint32_t device = static_cast<std::uint32_t>(rail % engine_->contexts().size());
+    RdmaContext& context = *engine_->contexts()[device];
+    Worker& worker = context.next_worker();
+    verbs::QpInit init;
+    init.send_cq = init.recv_cq = &worker.cq();
+    init.max_recv_wr = kReceiveDepth;
+    Accepted accepted{attempt, rail, context.pd().create_qp(init),
+                      std::make_shared<ReceiveSink>(worker, weak_from_this())};
+    accepted.sink->set_queue_pair(accepted.qp);
+    worker.add(accepted.sink);
+    try {
+        accepted.sink->post_receives(kReceiveDepth);  // before the initiator can send anything
+        accepted.qp->accept(remote);
+    } catch (...) {
+        release({accepted});
+        throw;
+    }
+    *local = accepted.qp->local_attributes();
+    (*local)["rail"] = rail;
+    (*local)["device"] = std::uint64_t{device};
+    path_ = accepted.qp->path();
+    return accepted;
+}
+
+std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
+                                                 const std::vector<verbs::Attributes>& remote) {
+    std::vector<std::uint64_t> rails;
+    for (const verbs::Attributes& attributes : remote) rails.push_back(rail_of(attributes));
+    const std::size_t limit = engine_->contexts().size() * kMaxQpsPerRail;
+    if (rails.empty() || rails.size() > limit) {
+        throw NativeError("accept", EPROTO, std::to_string(rails.size()) +
+                                                " queue pairs asked for, 1 to " +
+                                                std::to_string(limit) + " are possible");
+    }
+    fence_if([&](const Accepted& old) {
+        return std::find(rails.begin(), rails.end(), old.rail) != rails.end();
+    });
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw NativeError("accept", 0, "connection of " + peer_ + " is closed");
+    std::vector<Accepted> fresh;
+    std::vector<verbs::Attributes> reply(remote.size());
+    try {
+        for (std::size_t i = 0; i < remote.size(); ++i) {
+            fresh.push_back(accept_one(attempt, remote[i], &reply[i]));
+        }
+    } catch (...) {
+        release(std::move(fresh));
+        throw;
+    }
+    std::move(fresh.begin(), fresh.end(), std::back_inserter(accepted_));
+    return reply;
+}
+
+void Responder::release(std::vector<Accepted> accepted) {
+    for (Accepted& one : accepted) {
+        one.qp->fence();
+        // The sink may be posting a receive: it lets go of the queue pair on its own thread.
+        one.sink->worker().run([sink = one.sink, &worker = one.sink->worker()] {
+            worker.remove(*sink);
+            sink->set_queue_pair(nullptr);
+        });
+    }
+}
+
+template <typename Predicate>
+void Responder::fence_if(Predicate matches) {
+    const std::lock_guard lock(mutex_);
+    const auto kept = std::stable_partition(accepted_.begin(), accepted_.end(),
+                                            [&](const Accepted& one) { return !matches(one); });
+    std::vector<Accepted> fenced(std::make_move_iterator(kept),
+                                 std::make_move_iterator(accepted_.end()));
+    accepted_.erase(kept, accepted_.end());
+    release(std::move(fenced));
+}
+
+void Responder::fence(std::uint64_t attempt) {
+    fence_if([attempt](const Accepted& one) { return one.attempt == attempt; });
+}
+
+void Responder::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        closed_ = true;
+    }
+    fence_if([](const Accepted&) { return true; });
+    engine_->liveness().forget(id_);
+}
+
+bool Responder::expect(std::uint32_t imm, std::uint32_t count) {
+    const std::lock_guard lock(imm_mutex_);
+    std::uint32_t here = 0;
+    if (const auto found = arrived_.find(imm); found != arrived_.end()) {
+        here = found->second;
+        arrived_.erase(found);
+        std::erase(arrival_order_, imm);
+    }
+    if (here >= count) return true;
+    expected_[imm] = count - here;
+    return false;
+}
+
+void Responder::forget(std::uint32_t imm) {
+    const std::lock_guard lock(imm_mutex_);
+    expected_.erase(imm);
+}
+
+void Responder::on_immediate(std::uint32_t imm) {
+    const std::lock_guard lock(imm_mutex_);
+    if (const auto found = expected_.find(imm); found != expected_.end()) {
+        if (--found->second != 0) return;
+        expected_.erase(found);
+        engine_->ring().push(Immediates{id_, imm});
+        return;
+    }
+    if (arrived_[imm]++ != 0) return;
+    arrival_order_.push_back(imm);
+    if (arrival_order_.size() > kMaxPendingImmediates) {
+        arrived_.erase(arrival_order_.front());
+        arrival_order_.pop_front();
+    }
+}
+
+}  // namespace aioflagcx::engine

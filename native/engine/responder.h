@@ -1,0 +1,95 @@
+// The target's side of one control connection: the queue pairs its initiator writes through.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/liveness.h"
+#include "engine/worker.h"
+#include "verbs/verbs.h"
+
+namespace aioflagcx::engine {
+
+class TransferEngine;
+class Responder;
+
+// The receive side of one responder queue pair: takes immediates, posts receives again.
+class ReceiveSink final : public CompletionSink {
+public:
+    ReceiveSink(Worker& worker, std::weak_ptr<Responder> responder)
+        : worker_(worker), responder_(std::move(responder)) {}
+
+    void on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) override;
+    bool serve() override { return false; }
+
+    Worker& worker() noexcept { return worker_; }
+    void set_queue_pair(std::shared_ptr<verbs::QueuePair> qp) { qp_ = std::move(qp); }
+    void post_receives(std::uint32_t count);
+
+private:
+    Worker& worker_;
+    std::weak_ptr<Responder> responder_;
+    std::shared_ptr<verbs::QueuePair> qp_;
+};
+
+// Locks, never held together: mutex_ guards the queue pairs and `closed_` (held while fencing,
+// which waits for the device's own threads only); imm_mutex_ guards the immediates.
+class Responder : public std::enable_shared_from_this<Responder> {
+public:
+    Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer);
+    ~Responder();  // close()
+
+    std::uint64_t id() const noexcept { return id_; }
+    const KeepaliveToken& keepalive_token() const noexcept { return token_; }
+    std::string path();
+
+    // Starts to expect the initiator's keepalive; once, right after construction.
+    void expect_keepalive(Liveness::Seconds timeout);
+
+    std::vector<verbs::Attributes> accept(std::uint64_t attempt,
+                                          const std::vector<verbs::Attributes>& remote);
+    void fence(std::uint64_t attempt);
+    void close();
+
+    bool expect(std::uint32_t imm, std::uint32_t count);
+    void forget(std::uint32_t imm);
+    void on_immediate(std::uint32_t imm);
+
+private:
+    struct Accepted {
+        std::uint64_t attempt = 0;
+        std::uint64_t rail = 0;
+        std::shared_ptr<verbs::QueuePair> qp;
+        std::shared_ptr<ReceiveSink> sink;
+    };
+
+    Accepted accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
+                        verbs::Attributes* local);
+    static void release(std::vector<Accepted> accepted);
+    template <typename Predicate>
+    void fence_if(Predicate matches);
+    void lost(const std::string& reason);
+
+    const std::shared_ptr<TransferEngine> engine_;
+    const std::uint64_t id_;
+    const std::string peer_;
+    KeepaliveToken token_;
+
+    std::mutex mutex_;
+    std::vector<Accepted> accepted_;
+    std::string path_;
+    bool closed_ = false;
+
+    std::mutex imm_mutex_;
+    std::unordered_map<std::uint32_t, std::uint32_t> arrived_;   // imm -> count, nobody asked yet
+    std::deque<std::uint32_t> arrival_order_;                    // of arrived_'s keys
+    std::unordered_map<std::uint32_t, std::uint32_t> expected_;  // imm -> how many are missing
+};
+
+}  // namespace aioflagcx::engine

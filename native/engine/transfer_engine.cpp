@@ -1,0 +1,85 @@
+#include "engine/transfer_engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/error.h"
+#include "engine/responder.h"
+#include "engine/session.h"
+
+namespace aioflagcx::engine {
+
+namespace {
+
+std::shared_ptr<LocalTable> make_table(const std::vector<std::unique_ptr<RdmaContext>>& contexts) {
+    std::vector<verbs::ProtectionDomain*> domains;
+    std::uint64_t max_mr_size = UINT64_MAX;
+    for (const auto& context : contexts) {
+        domains.push_back(&context->pd());
+        max_mr_size = std::min(max_mr_size, context->device().attributes().max_mr_size);
+    }
+    return std::make_shared<LocalTable>(std::move(domains), max_mr_size);
+}
+
+template <typename T>
+void remember(std::vector<std::weak_ptr<T>>& registry, const std::shared_ptr<T>& item) {
+    std::erase_if(registry, [](const auto& weak) { return weak.expired(); });
+    registry.push_back(item);
+}
+
+}  // namespace
+
+TransferEngine::TransferEngine(EngineOptions options)
+    : options_(std::move(options)),
+      contexts_(open_contexts(options_, stats_)),
+      regions_(make_table(contexts_)),
+      liveness_(std::make_unique<Liveness>(options_.bind_address)) {}
+
+TransferEngine::~TransferEngine() {
+    close();
+}
+
+void TransferEngine::check_open() const {
+    if (closed()) throw NativeError("engine", 0, "the engine is closed");
+}
+
+std::shared_ptr<Session> TransferEngine::create_session(const std::string& peer) {
+    auto session = std::make_shared<Session>(shared_from_this(), next_id_.fetch_add(1), peer);
+    const std::lock_guard lock(mutex_);
+    check_open();
+    remember(sessions_, session);
+    return session;
+}
+
+std::shared_ptr<Responder> TransferEngine::create_responder(const std::string& peer,
+                                                            Liveness::Seconds keepalive_timeout) {
+    auto responder = std::make_shared<Responder>(shared_from_this(), next_id_.fetch_add(1), peer);
+    responder->expect_keepalive(keepalive_timeout);
+    const std::lock_guard lock(mutex_);
+    check_open();
+    remember(responders_, responder);
+    return responder;
+}
+
+void TransferEngine::close() {
+    std::vector<std::weak_ptr<Session>> sessions;
+    std::vector<std::weak_ptr<Responder>> responders;
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_.exchange(true)) return;
+        sessions.swap(sessions_);
+        responders.swap(responders_);
+    }
+    for (const auto& weak : sessions) {
+        if (const auto session = weak.lock()) session->close();
+    }
+    for (const auto& weak : responders) {
+        if (const auto responder = weak.lock()) responder->close();
+    }
+    liveness_->stop();
+    regions_->remove(regions_->ids(), verbs::Deadline::max());
+    for (const auto& context : contexts_) context->stop();
+    contexts_.clear();  // sockets and device threads end here, not when Python lets go of us
+}
+
+}  // namespace aioflagcx::engine

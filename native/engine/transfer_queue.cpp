@@ -1,0 +1,317 @@
+#include "engine/transfer_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace aioflagcx::engine {
+
+using verbs::WcStatus;
+
+namespace {
+
+void insert_unique(std::vector<std::uint64_t>& values, std::uint64_t value) {
+    if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
+}
+
+bool is_access_error(WcStatus status) noexcept {
+    return status == WcStatus::RemAccessErr || status == WcStatus::RemInvReqErr ||
+           status == WcStatus::RemOpErr;
+}
+
+bool is_local_error(WcStatus status) noexcept {
+    return status == WcStatus::LocLenErr || status == WcStatus::LocQpOpErr ||
+           status == WcStatus::LocProtErr || status == WcStatus::LocAccessErr ||
+           status == WcStatus::BadRespErr;
+}
+
+// Bytes from `addr` to the end of the MR chunk it lies in.
+std::uint64_t chunk_left(std::uint64_t base, std::uint64_t chunk_size, std::uint64_t addr) noexcept {
+    return chunk_size - (addr - base) % chunk_size;
+}
+
+}  // namespace
+
+bool TransferQueue::submit(const Task& task) {
+    const std::lock_guard lock(mutex_);
+    if (lost_) return false;
+    add(stats_.transfers_submitted);
+    add(stats_.transfers_inflight);
+    tasks_.emplace(task.get(), task);
+    if (task->has_data()) {
+        make_runnable(task);
+        wake_lanes();
+    } else {
+        maybe_finish(task);
+    }
+    return true;
+}
+
+void TransferQueue::make_runnable(const Task& task) {
+    if (task->queued || task->dropped) return;
+    task->queued = true;
+    runnable_.push_back(task);
+}
+
+void TransferQueue::wake_lanes() {
+    for (const auto& lane : lanes_) lane->wake();
+}
+
+Slice TransferQueue::cut(const Task& task) {
+    if (!task->again.empty()) {
+        Slice slice = std::move(task->again.back());
+        task->again.pop_back();
+        add(stats_.slices_reposted);
+        return slice;
+    }
+    const Piece& piece = task->pieces[task->next_piece];
+    Slice slice;
+    slice.task = task;
+    slice.piece = &piece;
+    slice.local = piece.local + task->next_offset;
+    slice.remote = piece.remote + task->next_offset;
+    const std::uint64_t length = std::min(
+        {std::uint64_t{slice_size_}, piece.length - task->next_offset,
+         chunk_left(piece.local_region->spec.addr, piece.local_region->chunk_size, slice.local),
+         chunk_left(piece.remote_region->addr, piece.remote_region->chunk_size, slice.remote)});
+    slice.length = static_cast<std::uint32_t>(length);
+    task->next_offset += length;
+    if (task->next_offset == piece.length) {
+        ++task->next_piece;
+        task->next_offset = 0;
+    }
+    return slice;
+}
+
+void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_count,
+                         std::uint64_t max_bytes, bool idle) {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t bytes = 0;
+    while (out.size() < max_count && !lane.imms.empty()) {
+        Task task = std::move(lane.imms.front());
+        lane.imms.pop_front();
+        --task->imm_waiting;
+        if (task->dropped) {
+            maybe_finish(task);
+            continue;
+        }
+        ++task->posted;
+        Slice slice;
+        slice.task = std::move(task);
+        out.push_back(std::move(slice));
+    }
+    while (out.size() < max_count && !runnable_.empty()) {
+        if (bytes >= max_bytes && !(idle && out.empty())) break;
+        Task task = std::move(runnable_.front());
+        runnable_.pop_front();
+        task->queued = false;
+        if (task->dropped || !task->has_data()) continue;
+        Slice slice = cut(task);
+        bytes += slice.length;
+        ++task->posted;
+        if (std::find(task->used.begin(), task->used.end(), &lane) == task->used.end()) {
+            task->used.push_back(&lane);
+        }
+        out.push_back(std::move(slice));
+        if (task->has_data()) make_runnable(task);
+    }
+    add(stats_.slices_posted, out.size());
+    add(stats_.bytes_inflight, bytes);
+}
+
+void TransferQueue::give_back(Lane& lane, std::vector<Slice>& slices, std::size_t from) {
+    const std::lock_guard lock(mutex_);
+    for (std::size_t i = slices.size(); i-- > from;) {
+        Slice& slice = slices[i];
+        const Task task = slice.task;
+        --task->posted;
+        sub(stats_.slices_posted);
+        sub(stats_.bytes_inflight, slice.length);
+        if (slice.piece == nullptr) {
+            ++task->imm_waiting;
+            lane.imms.push_front(task);
+        } else if (!task->dropped) {
+            task->again.push_back(std::move(slice));
+            sub(stats_.slices_reposted);
+            make_runnable(task);
+        }
+        maybe_finish(task);
+    }
+    slices.resize(from);
+}
+
+void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompletion& wc) {
+    const std::lock_guard lock(mutex_);
+    const Task task = slice.task;
+    --task->posted;
+    sub(stats_.bytes_inflight, slice.length);
+    if (wc.status == WcStatus::Success) {
+        if (slice.piece == nullptr) {
+            --task->imm_missing;
+        } else {
+            task->bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
+            add(task->op == Op::Write ? stats_.bytes_written : stats_.bytes_read, slice.length);
+        }
+    } else if (is_access_error(wc.status) || is_local_error(wc.status)) {
+        TransferEvent why;
+        why.status = is_access_error(wc.status) ? TaskStatus::RemoteAccess : TaskStatus::Local;
+        why.cause = verbs::wc_status_name(wc.status);
+        why.vendor_err = wc.vendor_err;
+        why.rail = lane.rail();
+        why.address = slice.remote;
+        why.length = slice.length;
+        drop(*task, std::move(why));
+    } else {
+        unknown_outcome(task, std::move(slice), lane.attempt());
+    }
+    maybe_finish(task);
+}
+
+void TransferQueue::unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt) {
+    const bool fence_due = !fenced_.contains(attempt);
+    if (task->dropped) {
+        if (fence_due) insert_unique(task->failure.unknown_attempts, attempt);
+        return;
+    }
+    if (fence_due) insert_unique(task->fences, attempt);
+    if (slice.piece == nullptr) {
+        task->imm_failed = true;
+    } else {
+        task->again.push_back(std::move(slice));
+        make_runnable(task);
+        wake_lanes();
+    }
+}
+
+void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
+    const std::lock_guard lock(mutex_);
+    lanes_.push_back(lane);
+    for (const Task& task : all_tasks()) maybe_finish(task);  // immediates may wait for a lane
+}
+
+void TransferQueue::detach(Lane& lane) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(lanes_, [&](const auto& other) { return other.get() == &lane; });
+    for (Task& task : std::exchange(lane.imms, {})) {
+        --task->imm_waiting;
+        task->imm_failed = true;
+        maybe_finish(task);
+    }
+}
+
+void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
+    const std::lock_guard lock(mutex_);
+    if (!cause.transport()) return;
+    for (const Task& task : all_tasks()) {
+        if (task->dropped) continue;
+        if (std::find(task->fences.begin(), task->fences.end(), attempt) == task->fences.end()) {
+            continue;
+        }
+        if (++task->retries <= retry_count_) continue;
+        TransferEvent why;
+        why.status = TaskStatus::RetryExceeded;
+        why.cause = cause.name();
+        why.vendor_err = cause.vendor_err;
+        why.rail = cause.rail;
+        drop(*task, std::move(why));
+        maybe_finish(task);
+    }
+}
+
+void TransferQueue::fenced(std::uint64_t attempt) {
+    const std::lock_guard lock(mutex_);
+    fenced_.insert(attempt);
+    for (const Task& task : all_tasks()) {
+        if (std::erase(task->fences, attempt) != 0) maybe_finish(task);
+    }
+}
+
+void TransferQueue::cancel(TransferTask& task) {
+    const std::lock_guard lock(mutex_);
+    const auto found = tasks_.find(&task);
+    if (found == tasks_.end()) return;
+    const Task held = found->second;
+    TransferEvent why;
+    why.status = TaskStatus::Cancelled;
+    drop(*held, std::move(why));
+    maybe_finish(held);
+}
+
+void TransferQueue::lose() {
+    const std::lock_guard lock(mutex_);
+    lost_ = true;
+    for (const Task& task : all_tasks()) {
+        TransferEvent why;
+        why.status = TaskStatus::Lost;
+        drop(*task, std::move(why));
+        maybe_finish(task);
+    }
+}
+
+void TransferQueue::drop(TransferTask& task, TransferEvent why) {
+    if (task.dropped || task.finished) return;  // the first reason stays
+    task.dropped = true;
+    why.unknown_attempts = std::exchange(task.fences, {});
+    task.failure = std::move(why);
+    task.again.clear();
+}
+
+void TransferQueue::start_immediates(const Task& task) {
+    std::vector<Lane*> targets;
+    for (const auto& lane : lanes_) {
+        if (std::find(task->used.begin(), task->used.end(), lane.get()) != task->used.end()) {
+            targets.push_back(lane.get());
+        }
+    }
+    if (targets.empty() && !lanes_.empty()) targets.push_back(lanes_.front().get());
+    if (targets.empty()) return;  // attach() comes back to it
+    task->imm_started = true;
+    task->imm_failed = false;
+    task->imm_waiting = task->imm_missing = static_cast<std::uint32_t>(targets.size());
+    task->imm_count.store(task->imm_missing, std::memory_order_relaxed);
+    for (Lane* lane : targets) {
+        lane->imms.push_back(task);
+        lane->wake();
+    }
+}
+
+void TransferQueue::maybe_finish(const Task& task) {
+    if (task->finished || task->posted != 0) return;
+    if (task->dropped) {
+        if (task->imm_waiting == 0) finish(task);
+        return;
+    }
+    if (task->has_data()) return;
+    if (task->imm != 0) {
+        if (!task->imm_started || (task->imm_failed && task->imm_waiting == 0)) {
+            start_immediates(task);
+            return;
+        }
+        if (task->imm_missing != 0) return;
+    }
+    if (task->fences.empty()) finish(task);
+}
+
+void TransferQueue::finish(const Task& task) {
+    task->finished = true;
+    task->uses.release();
+    sub(stats_.transfers_inflight);
+    const Task held = task;  // `task` may be the map's own reference
+    tasks_.erase(held.get());
+    if (held->dropped) {
+        add(stats_.transfers_failed);
+        held->failure.id = held->id;
+        ring_.push(std::move(held->failure));
+    } else {
+        add(stats_.transfers_done);
+        ring_.push_done(held->id);
+    }
+}
+
+std::vector<TransferQueue::Task> TransferQueue::all_tasks() const {
+    std::vector<Task> all;
+    all.reserve(tasks_.size());
+    for (const auto& [key, task] : tasks_) all.push_back(task);
+    return all;
+}
+
+}  // namespace aioflagcx::engine

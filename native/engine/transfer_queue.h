@@ -1,0 +1,97 @@
+// All transfers of one session: who is next, what is out, when one is finished. Lanes (queue
+// pairs) pull slices from here, so a rail takes as much as it has room for, and a failed rail's
+// slices go to whoever pulls next.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/lane.h"
+#include "engine/transfer_task.h"
+#include "verbs/types.h"
+
+namespace aioflagcx::engine {
+
+// Why an attempt's queue pairs failed.
+struct Cause {
+    verbs::WcStatus status = verbs::WcStatus::Success;  // Success: moved to ERR by ourselves
+    std::uint32_t vendor_err = 0;
+    std::string rail;
+
+    // The path is at fault, not one request: whoever was on it has used up a try.
+    bool transport() const noexcept {
+        return status == verbs::WcStatus::RetryExcErr || status == verbs::WcStatus::RnrRetryExcErr ||
+               status == verbs::WcStatus::RespTimeoutErr || status == verbs::WcStatus::FatalErr ||
+               status == verbs::WcStatus::GeneralErr;
+    }
+    std::string name() const {
+        return status == verbs::WcStatus::Success ? "" : verbs::wc_status_name(status);
+    }
+};
+
+// Lock: mutex_ guards all members, every task's guarded members, and Lane::imms of attached
+// lanes. Held while waking workers and pushing events (their locks are leaves); taken after
+// Session's mutex, never before it.
+class TransferQueue {
+public:
+    TransferQueue(EventRing& ring, Stats& stats, std::uint32_t slice_size,
+                  std::uint32_t retry_count)
+        : ring_(ring), stats_(stats), slice_size_(slice_size), retry_count_(retry_count) {}
+
+    // False once lost. A task without data and immediate finishes at once.
+    bool submit(const std::shared_ptr<TransferTask>& task);
+
+    // Up to `max_count` slices for `lane`, round robin over tasks by slice; a slice that passes
+    // `max_bytes` stays unless the lane is idle (max_bytes is then all it will ever have).
+    void take(Lane& lane, std::vector<Slice>& out, std::size_t max_count, std::uint64_t max_bytes,
+              bool idle);
+    // Slices the queue pair did not take.
+    void give_back(Lane& lane, std::vector<Slice>& slices, std::size_t from);
+
+    void completed(Lane& lane, Slice slice, const verbs::WorkCompletion& wc);
+
+    void attach(const std::shared_ptr<Lane>& lane);
+    void detach(Lane& lane);
+
+    // Every lane of `attempt` is flushed.
+    void attempt_down(std::uint64_t attempt, const Cause& cause);
+    // The peer has confirmed that `attempt` can write no more.
+    void fenced(std::uint64_t attempt);
+
+    void cancel(TransferTask& task);
+    // Nothing can be transferred any more.
+    void lose();
+
+private:
+    using Task = std::shared_ptr<TransferTask>;
+
+    Slice cut(const Task& task);
+    void make_runnable(const Task& task);
+    void drop(TransferTask& task, TransferEvent why);
+    void start_immediates(const Task& task);
+    void maybe_finish(const Task& task);
+    void finish(const Task& task);
+    void unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt);
+    void wake_lanes();
+    std::vector<Task> all_tasks() const;
+
+    EventRing& ring_;
+    Stats& stats_;
+    const std::uint32_t slice_size_;
+    const std::uint32_t retry_count_;
+
+    std::mutex mutex_;
+    std::unordered_map<TransferTask*, Task> tasks_;  // not finished
+    std::deque<Task> runnable_;                      // with slices to post
+    std::vector<std::shared_ptr<Lane>> lanes_;       // attached
+    std::unordered_set<std::uint64_t> fenced_;       // attempts known to be fenced
+    bool lost_ = false;
+};
+
+}  // namespace aioflagcx::engine

@@ -1,0 +1,77 @@
+// The native countdown of a transfer's slices.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine/event_ring.h"
+#include "engine/request.h"
+
+namespace aioflagcx::engine {
+
+class Lane;
+class TransferTask;
+
+// At most slice_size bytes of one transfer, or one of its immediates: one work request.
+struct Slice {
+    std::shared_ptr<TransferTask> task;
+    const Piece* piece = nullptr;  // null: an immediate
+    std::uint64_t local = 0;
+    std::uint64_t remote = 0;
+    std::uint32_t length = 0;
+};
+
+// Everything not const or atomic is guarded by the mutex of the TransferQueue that has the task.
+class TransferTask {
+public:
+    TransferTask(std::uint64_t id_, Op op_, std::uint32_t imm_, std::vector<Piece> pieces_,
+                 RegionUses uses_, std::shared_ptr<const RemoteTable> remote_,
+                 std::uint64_t bytes_total_)
+        : id(id_),
+          op(op_),
+          imm(imm_),
+          bytes_total(bytes_total_),
+          remote(std::move(remote_)),
+          pieces(std::move(pieces_)),
+          uses(std::move(uses_)) {}
+
+    const std::uint64_t id;
+    const Op op;
+    const std::uint32_t imm;  // 0: no notify
+    const std::uint64_t bytes_total;
+    const std::shared_ptr<const RemoteTable> remote;  // keeps Piece::remote_region alive
+    const std::vector<Piece> pieces;
+    std::atomic<std::uint64_t> bytes_done{0};
+    std::atomic<std::uint32_t> imm_count{0};
+
+    RegionUses uses;  // released when finished
+
+    // The cursor: slices not cut yet.
+    std::size_t next_piece = 0;
+    std::uint64_t next_offset = 0;
+    std::vector<Slice> again;  // of unknown outcome, to be posted once more
+
+    std::uint32_t posted = 0;       // slices and immediates that a lane holds
+    bool queued = false;            // in the queue's ring of runnable tasks
+    bool dropped = false;           // nothing more is posted; ends when posted is 0
+    bool finished = false;          // reported
+    std::uint32_t retries = 0;      // attempts that failed under it
+    std::vector<Lane*> used;        // lanes that carried data of it; for comparison only
+
+    // Immediates go out when all data has completed, one per lane used.
+    bool imm_started = false;
+    std::uint32_t imm_waiting = 0;  // in lanes' imm queues
+    std::uint32_t imm_missing = 0;  // not acknowledged yet
+    bool imm_failed = false;        // one was flushed: all are sent once more
+
+    // Attempts whose slices were posted again: success counts only once they are fenced.
+    std::vector<std::uint64_t> fences;
+    TransferEvent failure;  // why it was dropped
+
+    bool has_data() const noexcept { return !again.empty() || next_piece < pieces.size(); }
+};
+
+}  // namespace aioflagcx::engine

@@ -1,0 +1,186 @@
+#include "python/bind_engine.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "common/error.h"
+#include "engine/responder.h"
+#include "engine/session.h"
+#include "engine/transfer_engine.h"
+#include "python/convert.h"
+#include "python/memory_map.h"
+
+namespace aioflagcx::python {
+
+using engine::EngineOptions;
+using engine::TransferEngine;
+
+namespace {
+
+using RangeTuple =
+    std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, bool, std::optional<std::string>>;
+
+std::shared_ptr<TransferEngine> make_engine(
+    std::vector<std::string> devices, std::string bind_address, std::string advertise_address,
+    std::vector<std::string> soft_paths, std::uint32_t soft_streams, std::uint32_t slice_size,
+    std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint, std::uint32_t max_wr_per_qp,
+    std::uint64_t max_inflight_bytes_per_endpoint, std::uint32_t post_batch, std::uint32_t spin_us,
+    std::uint32_t retry_count, std::uint8_t rnr_retry, double keepalive_interval,
+    double keepalive_timeout) {
+    EngineOptions options;
+    options.devices = std::move(devices);
+    options.bind_address = std::move(bind_address);
+    options.advertise_address = std::move(advertise_address);
+    options.soft_paths = std::move(soft_paths);
+    options.soft_streams = soft_streams;
+    options.slice_size = slice_size;
+    options.workers_per_device = workers_per_device;
+    options.qps_per_endpoint = qps_per_endpoint;
+    options.max_wr_per_qp = max_wr_per_qp;
+    options.max_inflight_bytes_per_endpoint = max_inflight_bytes_per_endpoint;
+    options.post_batch = post_batch;
+    options.spin = std::chrono::microseconds(spin_us);
+    options.retry_count = retry_count;
+    options.rnr_retry = rnr_retry;
+    options.keepalive_interval = std::chrono::duration<double>(keepalive_interval);
+    options.keepalive_timeout = std::chrono::duration<double>(keepalive_timeout);
+    const py::gil_scoped_release release;
+    return std::make_shared<TransferEngine>(std::move(options));
+}
+
+verbs::Deadline deadline_after(std::optional<double> timeout) {
+    if (!timeout) return verbs::Deadline::max();
+    return verbs::Clock::now() + std::chrono::duration_cast<verbs::Clock::duration>(
+                                     std::chrono::duration<double>(*timeout));
+}
+
+std::vector<std::uint64_t> register_ranges(TransferEngine& self,
+                                           const std::vector<RangeTuple>& ranges) {
+    const py::gil_scoped_release release;
+    self.check_open();
+    std::vector<engine::RegionSpec> specs;
+    specs.reserve(ranges.size());
+    for (const auto& [addr, size, access, writable, name] : ranges) {
+        specs.push_back({addr, size, access, writable, name});
+    }
+    return self.regions()->add(specs);
+}
+
+py::tuple table_since(TransferEngine& self, std::uint64_t generation) {
+    engine::LocalTable::Changes changes;
+    {
+        const py::gil_scoped_release release;
+        changes = self.regions()->since(generation);
+    }
+    return py::make_tuple(changes.full, changes.base, changes.generation,
+                          py::bytes(changes.table), py::bytes(changes.removed));
+}
+
+py::object region(TransferEngine& self, std::uint64_t id) {
+    std::string name;
+    const auto record = self.regions()->find(id, &name);
+    if (!record) return py::none();
+    return region_record(*record, name);
+}
+
+py::tuple poll_events(TransferEngine& self) {
+    const auto [done, events] = self.ring().drain();
+    py::list done_ids;
+    for (const std::uint64_t id : done) done_ids.append(id);
+    py::list others;
+    for (const engine::Event& event : events) others.append(event_object(event));
+    return py::make_tuple(done_ids, others);
+}
+
+py::dict stats(TransferEngine& self) {
+    const engine::Stats& s = self.stats();
+    py::dict all;
+    const auto put = [&all](const char* name, const std::atomic<std::uint64_t>& value) {
+        all[name] = value.load(std::memory_order_relaxed);
+    };
+    put("bytes_written", s.bytes_written);
+    put("bytes_read", s.bytes_read);
+    put("slices_posted", s.slices_posted);
+    put("slices_reposted", s.slices_reposted);
+    put("transfers_submitted", s.transfers_submitted);
+    put("transfers_done", s.transfers_done);
+    put("transfers_failed", s.transfers_failed);
+    put("transfers_inflight", s.transfers_inflight);
+    put("bytes_inflight", s.bytes_inflight);
+    put("sessions", s.sessions);
+    put("responders", s.responders);
+    put("wakeups", s.wakeups);
+    put("worker_sleeps", s.worker_sleeps);
+    put("endpoints_failed", s.endpoints_failed);
+    all["regions"] = self.regions()->size();
+    return all;
+}
+
+std::vector<int> check_ranges(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
+    const py::gil_scoped_release release;
+    std::vector<int> answers;
+    answers.reserve(ranges.size());
+    for (const Mapped mapped : check_mapped(ranges)) answers.push_back(static_cast<int>(mapped));
+    return answers;
+}
+
+std::vector<std::string> device_names(const TransferEngine& self) {
+    std::vector<std::string> names;
+    for (const auto& context : self.contexts()) names.push_back(context->name());
+    return names;
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+    // The destructor joins threads, which never take the GIL.
+    py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(module, "TransferEngine")
+        .def(py::init(&make_engine), py::kw_only(), py::arg("devices"), py::arg("bind_address"),
+             py::arg("advertise_address"), py::arg("soft_paths"), py::arg("soft_streams"),
+             py::arg("slice_size"), py::arg("workers_per_device"), py::arg("qps_per_endpoint"),
+             py::arg("max_wr_per_qp"), py::arg("max_inflight_bytes_per_endpoint"),
+             py::arg("post_batch"), py::arg("spin_us"), py::arg("retry_count"),
+             py::arg("rnr_retry"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
+        .def("close", &TransferEngine::close, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("event_fd", [](TransferEngine& self) { return self.ring().fd(); })
+        .def_property_readonly("devices", &device_names)
+        .def_property_readonly("keepalive_port",
+                               [](TransferEngine& self) { return self.liveness().port(); })
+        .def_property_readonly("generation",
+                               [](TransferEngine& self) { return self.regions()->generation(); })
+        .def("poll_events", &poll_events)
+        .def("check_mapped",
+             [](TransferEngine&,
+                const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
+                 return check_ranges(ranges);
+             },
+             py::arg("ranges"))
+        .def("register", &register_ranges, py::arg("ranges"))
+        .def("revoke",
+             [](TransferEngine& self, const std::vector<std::uint64_t>& ids) {
+                 const py::gil_scoped_release release;
+                 self.regions()->revoke(ids);
+             },
+             py::arg("region_ids"))
+        .def("deregister",
+             [](TransferEngine& self, const std::vector<std::uint64_t>& ids,
+                std::optional<double> timeout) {
+                 const py::gil_scoped_release release;
+                 return self.regions()->remove(ids, deadline_after(timeout));
+             },
+             py::arg("region_ids"), py::arg("timeout"))
+        .def("table_since", &table_since, py::arg("generation"))
+        .def("region", &region, py::arg("region_id"))
+        .def("create_session", &TransferEngine::create_session, py::arg("peer"))
+        .def("create_responder",
+             [](TransferEngine& self, const std::string& peer, double timeout) {
+                 return self.create_responder(peer, engine::Liveness::Seconds(timeout));
+             },
+             py::arg("peer"), py::arg("keepalive_timeout"))
+        .def("stats", &stats);
+}
+
+}  // namespace aioflagcx::python

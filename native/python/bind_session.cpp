@@ -1,0 +1,152 @@
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "engine/session.h"
+#include "engine/transfer_engine.h"
+#include "python/bind_engine.h"
+#include "python/convert.h"
+
+namespace aioflagcx::python {
+
+using engine::Request;
+using engine::Session;
+using engine::TransferTask;
+
+namespace {
+
+// A task and the session that has its queue.
+struct Task {
+    std::shared_ptr<Session> session;
+    std::shared_ptr<TransferTask> task;
+};
+
+std::unique_ptr<Request> make_request(engine::TransferEngine& owner, int op, const py::array& local,
+                                      const py::array& remote, const py::array& lens) {
+    if (op != static_cast<int>(engine::Op::Write) && op != static_cast<int>(engine::Op::Read)) {
+        throw py::value_error("op must be OP_WRITE or OP_READ");
+    }
+    const engine::IntArray locals = int_array(local, "local");
+    const engine::IntArray remotes = int_array(remote, "remote");
+    const engine::IntArray lengths = int_array(lens, "lens");
+    const py::gil_scoped_release release;
+    owner.check_open();
+    return std::make_unique<Request>(owner.regions(), static_cast<engine::Op>(op), locals, remotes,
+                                     lengths);
+}
+
+Task submit(const std::shared_ptr<Session>& self, Request& request, std::uint64_t id,
+            std::uint32_t imm) {
+    const py::gil_scoped_release release;
+    return {self, self->submit(request, id, imm)};
+}
+
+py::object record_object(const engine::RemoteTable& table, const engine::TableRecord* record) {
+    if (record == nullptr) return py::none();
+    return region_record(*record, table.data().name(*record));
+}
+
+py::object find(Session& self, std::uint64_t addr, std::uint64_t size) {
+    const auto table = self.table();
+    const std::size_t found = table->index().find(addr, size, 0);
+    return record_object(*table,
+                         found == engine::AddressIndex::kNone ? nullptr : &table->record(found));
+}
+
+py::object find_name(Session& self, const std::string& name) {
+    const auto table = self.table();
+    return record_object(*table, table->find_name(name));
+}
+
+py::object region_at(Session& self, std::size_t index) {
+    const auto table = self.table();
+    if (index >= table->index().size()) throw py::index_error("region index out of range");
+    return record_object(*table, &table->record(table->index().by_address(index)));
+}
+
+py::list names(Session& self) {
+    const auto table = self.table();
+    py::list all;
+    for (std::size_t i = 0; i < table->index().size(); ++i) {
+        const engine::TableRecord& record = table->record(table->index().by_address(i));
+        if (record.name_off == engine::kNoName) continue;
+        all.append(text_or_none(true, table->data().name(record)));
+    }
+    return all;
+}
+
+std::string establish(Session& self, std::uint64_t attempt, const py::sequence& rails,
+                      double timeout) {
+    const std::vector<verbs::Attributes> remote = attributes_from(rails);
+    const py::gil_scoped_release release;
+    return self.establish(attempt, remote,
+                          verbs::Clock::now() + std::chrono::duration_cast<verbs::Clock::duration>(
+                                                    std::chrono::duration<double>(timeout)));
+}
+
+py::list prepare(Session& self, std::uint64_t attempt) {
+    std::vector<verbs::Attributes> local;
+    {
+        const py::gil_scoped_release release;
+        local = self.prepare(attempt);
+    }
+    return to_list(local);
+}
+
+bool update_table(Session& self, bool full, std::uint64_t base, std::uint64_t generation,
+                  const py::bytes& table, const py::bytes& removed) {
+    const auto table_view = bytes_view(table);
+    const auto removed_view = bytes_view(removed);
+    const py::gil_scoped_release release;
+    return self.update_table(full, base, generation, table_view, removed_view);
+}
+
+void watch(Session& self, const std::string& host, std::uint16_t port, const py::bytes& token) {
+    const auto view = bytes_view(token);
+    self.watch(host, port, {view.begin(), view.end()});
+}
+
+}  // namespace
+
+void bind_session(py::module_& module) {
+    py::class_<Request>(module, "Request")
+        .def(py::init(&make_request), py::arg("engine"), py::arg("op"), py::arg("local"),
+             py::arg("remote"), py::arg("lens"))
+        .def_property_readonly("bytes_total", &Request::bytes_total)
+        .def_property_readonly("pieces", &Request::pieces)
+        .def("release", &Request::release, py::call_guard<py::gil_scoped_release>());
+
+    py::class_<Task>(module, "Task")
+        .def_property_readonly("bytes_total", [](const Task& t) { return t.task->bytes_total; })
+        .def_property_readonly("bytes_done", [](const Task& t) { return t.task->bytes_done.load(); })
+        .def_property_readonly("imm_count", [](const Task& t) { return t.task->imm_count.load(); })
+        .def("cancel", [](const Task& t) { t.session->cancel(*t.task); },
+             py::call_guard<py::gil_scoped_release>())
+        .def("abort", [](const Task& t) { t.session->abort(t.task); },
+             py::call_guard<py::gil_scoped_release>());
+
+    py::class_<Session, std::shared_ptr<Session>>(module, "Session")
+        .def_property_readonly("id", &Session::id)
+        .def_property_readonly("generation", &Session::generation)
+        .def_property_readonly("region_count",
+                               [](Session& self) { return self.table()->index().size(); })
+        .def("prepare", &prepare, py::arg("attempt"))
+        .def("establish", &establish, py::arg("attempt"), py::arg("rails"), py::arg("timeout"))
+        .def("watch", &watch, py::arg("host"), py::arg("port"), py::arg("token"))
+        .def("update_table", &update_table, py::arg("full"), py::arg("base"),
+             py::arg("generation"), py::arg("table"), py::arg("removed"))
+        .def("find", &find, py::arg("addr"), py::arg("size"))
+        .def("find_name", &find_name, py::arg("name"))
+        .def("region_at", &region_at, py::arg("index"))
+        .def("names", &names)
+        .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0)
+        .def("fenced", &Session::fenced, py::arg("attempt"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("fail", &Session::fail, py::call_guard<py::gil_scoped_release>())
+        .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace aioflagcx::python

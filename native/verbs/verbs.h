@@ -1,0 +1,122 @@
+// What the engine uses of verbs: one interface, two providers behind it (ibverbs/, soft/).
+// The engine never learns which one it drives.
+//
+// Threads. A CompletionQueue is polled, armed and slept on by one thread, its worker. After
+// connect() a QueuePair's post_send() and to_error(), and its destruction when it is an
+// initiator, happen on the worker of its send CQ only; post_recv() on the worker of its recv CQ.
+// fence(), Device, ProtectionDomain and MemoryRegion calls may come from any thread.
+// Failures of calls throw NativeError; failures of requests are completions.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "verbs/types.h"
+
+namespace aioflagcx::verbs {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+struct DeviceAttributes {
+    std::uint32_t max_qp_wr = 0;         // send (and receive) requests a QP may hold
+    std::uint32_t max_cqe = 0;           // completions a CQ may hold
+    std::uint32_t max_inline = 0;        // bytes
+    std::uint64_t max_mr_size = 0;       // bytes; longer regions take several MRs
+    std::uint32_t max_msg_size = 0;      // bytes of one request
+};
+
+// A registered range. Destroying it returns only when no peer and no local request of the
+// provider can touch the range any more through its keys.
+class MemoryRegion {
+public:
+    virtual ~MemoryRegion() = default;
+    virtual std::uint32_t lkey() const noexcept = 0;
+    virtual std::uint32_t rkey() const noexcept = 0;
+};
+
+class CompletionQueue {
+public:
+    virtual ~CompletionQueue() = default;
+
+    // Takes up to out.size() completions; also drives the provider's progress where it needs any.
+    // Completions of one QP come in posting order. Never blocks.
+    virtual std::size_t poll(std::span<WorkCompletion> out) = 0;
+
+    // To sleep: arm(), poll() once more (a completion may have come before arm), then wait for
+    // fd() to be readable, then disarm(), then poll().
+    virtual void arm() = 0;
+    virtual void disarm() = 0;
+    virtual int fd() const noexcept = 0;
+
+    // When poll() must be called again even if fd() stays silent (retry timers); max() for never.
+    virtual Deadline next_deadline() const noexcept { return Deadline::max(); }
+};
+
+struct QpInit {
+    CompletionQueue* send_cq = nullptr;
+    CompletionQueue* recv_cq = nullptr;
+    std::uint32_t max_send_wr = 0;
+    std::uint32_t max_recv_wr = 0;
+    std::uint8_t retry_cnt = 7;  // as ibv_qp_attr; the soft device's transport is TCP, which retries
+    std::uint8_t rnr_retry = 7;  // 7: no limit
+    std::uint8_t min_rnr_timer = 12;  // InfiniBand's encoding; 12 is 0.64 ms
+};
+
+class QueuePair {
+public:
+    virtual ~QueuePair() = default;
+
+    virtual std::uint32_t num() const noexcept = 0;
+    virtual QpState state() const noexcept = 0;
+
+    // What the peer needs. An initiator's are complete in INIT; a responder's after accept(),
+    // since its choice of path is among them.
+    virtual Attributes local_attributes() const = 0;
+
+    // INIT -> RTS towards `remote`. accept() is the responder's side and comes first, connect()
+    // the initiator's; connect() returns when the peer's QP takes requests, or throws NativeError
+    // (ETIMEDOUT at the deadline, ECONNREFUSED when the peer's QP does not know us).
+    virtual void accept(const Attributes& remote) = 0;
+    virtual void connect(const Attributes& remote, Deadline deadline) = 0;
+
+    // "process", "local", "tcp" or "ibverbs"; known after accept() or connect().
+    virtual const char* path() const noexcept = 0;
+
+    // Queues requests in order and returns how many were taken: fewer when the send queue is
+    // full. In ERR every request is taken and completes with WR_FLUSH_ERR.
+    virtual std::size_t post_send(std::span<const SendWr> requests) = 0;
+    virtual void post_recv(std::span<const RecvWr> requests) = 0;
+
+    // To ERR: every outstanding request completes, those of unknown outcome with WR_FLUSH_ERR.
+    // Once they have been polled, nothing of them is read from or written to local memory.
+    virtual void to_error() = 0;
+
+    // Responder: to ERR, and return only when the peer can no longer touch memory through this
+    // QP, whatever it still has in its buffers or in the network. Idempotent.
+    virtual void fence() = 0;
+};
+
+class ProtectionDomain {
+public:
+    virtual ~ProtectionDomain() = default;
+    virtual std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
+                                                          std::uint32_t access) = 0;
+    // Created in INIT.
+    virtual std::unique_ptr<QueuePair> create_qp(const QpInit& init) = 0;
+};
+
+class Device {
+public:
+    virtual ~Device() = default;
+    virtual const std::string& name() const noexcept = 0;
+    virtual const DeviceAttributes& attributes() const noexcept = 0;
+    virtual std::unique_ptr<ProtectionDomain> alloc_pd() = 0;
+    virtual std::unique_ptr<CompletionQueue> create_cq(std::uint32_t max_cqe) = 0;
+};
+
+}  // namespace aioflagcx::verbs
