@@ -53,7 +53,7 @@ async def open_connection(
     HandshakeRejected.
     """
     attempt = _Attempt(host, port, identity, secret, limits, handler)
-    task = asyncio.ensure_future(attempt.run())
+    task = asyncio.create_task(attempt.run())
     try:
         await asyncio.wait({task}, timeout=timeout)
         if task.done():
@@ -64,11 +64,10 @@ async def open_connection(
         )
     except BaseException:
         # Failed, timed out or cancelled: nothing of the attempt is left behind.
+        task.add_done_callback(attempt.give_up)
         task.cancel()
         await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # retrieved: it may have failed while we were being cancelled
-        await attempt.give_up()
+        await attempt.wait_closed()
         raise
 
 
@@ -103,11 +102,16 @@ class _Attempt:
         await connection.established
         return connection
 
-    async def give_up(self) -> None:
+    def give_up(self, task: asyncio.Task[ControlConnection]) -> None:
         """End the connection, unless it is just telling the peer why it ends by itself."""
+        if not task.cancelled():
+            task.exception()  # retrieved: it may have failed while its caller was cancelled
+        if self._connection is not None and not self._connection.is_closed:
+            self._connection.abort(CloseReason("local", "the attempt to connect was given up"))
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of the connection, if there was one."""
         if self._connection is not None:
-            if not self._connection.is_closed:
-                self._connection.abort(CloseReason("local", "the attempt to connect was given up"))
             await asyncio.wait({self._connection.closed}, timeout=self._limits.close_grace)
 
     async def _connect(self) -> ControlConnection:
@@ -133,13 +137,13 @@ class _Attempt:
                 if not isinstance(failure, ConnectRefused):
                     failure = self._mapped(error)
             else:
+                self._connection = connection
                 return connection
         raise failure or HostUnreachable(f"{self.peer} has no address", peer=self.peer)
 
     def _new_connection(self) -> ControlConnection:
         initiator = Initiator(self._identity, self._secret)
-        self._connection = ControlConnection(initiator, self._handler, self._limits, peer=self.peer)
-        return self._connection
+        return ControlConnection(initiator, self._handler, self._limits, peer=self.peer)
 
     def _mapped(self, error: OSError) -> ConnectError:
         if error.errno in _REFUSED:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from typing import Any, TypeVar, cast
 
 from ..errors import (
@@ -21,7 +22,7 @@ from .addresses import format_address
 from .authentication import Initiator, Responder, error_from_reply, error_to_reply
 from .codec import LENGTH, Frame, FrameDecoder, UnknownKind, encode
 from .fields import clip, printable
-from .handler import CloseReason, Handler
+from .handler import CloseReason, Handler, HandlerTasks
 from .limits import Limits
 from .messages import Auth, Connect, Error, Goodbye, Hello, Message, Request
 
@@ -30,6 +31,9 @@ __all__ = ["ControlConnection"]
 logger = logging.getLogger("aioflagcx.handshake")
 
 R = TypeVar("R", bound=Message)
+
+_READ_FIRST = 0.001
+"""Seconds between a request's timeout and its failure: the resolution of uvloop's timers."""
 
 
 class ControlConnection(asyncio.Protocol):
@@ -60,8 +64,7 @@ class ControlConnection(asyncio.Protocol):
         self._announced = False
         self._next_id = 1
         self._pending: dict[int, asyncio.Future[Message]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._handled_bytes = 0
+        self._handlers = HandlerTasks(limits, self._schedule)
         self._turn: asyncio.Handle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
         self.established: asyncio.Future[None] = self._loop.create_future()
@@ -126,7 +129,7 @@ class ControlConnection(asyncio.Protocol):
         self._pending[request_id] = reply
         timer = None
         if timeout is not None:
-            timer = self._loop.call_later(timeout, self._expire, reply, message, timeout)
+            timer = self._loop.call_later(timeout, self._expire, reply)
         try:
             while self._drained is not None and not reply.done():
                 either: set[asyncio.Future[Any]] = {self._drained, reply}
@@ -134,6 +137,10 @@ class ControlConnection(asyncio.Protocol):
             if not reply.done():
                 self._write(frame)
             answer = await reply
+        except TimeoutError:
+            kind = ConnectTimeout if isinstance(message, Connect) else TransferTimeout
+            words = f"{self._peer} did not answer {message.KIND} within {timeout:g} s"
+            raise kind(words, peer=self._peer) from None
         finally:
             del self._pending[request_id]
             if timer is not None:
@@ -160,6 +167,11 @@ class ControlConnection(asyncio.Protocol):
         if self._reason is None:
             self._write(frame)
 
+    async def drained(self) -> None:
+        """Wait until the peer has taken most of what was written, or the connection has ended."""
+        while self._drained is not None and self._reason is None:
+            await asyncio.wait({self._drained})
+
     def close(self, reason: str) -> None:
         """Say goodbye, deliver what was written, at most for ``close_grace``, and end."""
         if self._reason is None and self._transport is not None:
@@ -176,12 +188,7 @@ class ControlConnection(asyncio.Protocol):
         Handlers that are still running then are cancelled.
         """
         await asyncio.wait({self.closed})
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._limits.close_grace)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._handlers.settle()
 
     # What the transport calls.
 
@@ -237,9 +244,9 @@ class ControlConnection(asyncio.Protocol):
     def _process(self) -> None:
         """Handle the frames that have arrived, within the limits of a turn and of handlers."""
         self._turn = None
-        started = self._loop.time()
+        started = time.monotonic()  # uvloop's own time stands still within a turn
         while self._reason is None:
-            if self._handlers_full():
+            if self._handlers.full:
                 self._read(False)
                 return
             try:
@@ -251,10 +258,15 @@ class ControlConnection(asyncio.Protocol):
                 self._read(True)
                 return
             self._dispatch(frame)
-            if self._loop.time() - started > self._limits.max_turn:
+            if time.monotonic() - started >= self._limits.max_turn:
                 self._read(False)
-                self._turn = self._loop.call_soon(self._process)
+                self._schedule()
                 return
+
+    def _schedule(self) -> None:
+        """Have :meth:`_process` called in the event loop's next turn."""
+        if self._turn is None and self._reason is None:
+            self._turn = self._loop.call_soon(self._process)
 
     def _dispatch(self, frame: Frame) -> None:
         message = frame.message
@@ -277,7 +289,7 @@ class ControlConnection(asyncio.Protocol):
         elif isinstance(message, Hello | Auth):
             self._broken(ProtocolError(f"the peer repeats its {message.KIND}", peer=self._peer))
         else:
-            self._start_handler(frame)
+            self._handlers.start(self._handle(frame), frame.size)
 
     def _dispatch_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
@@ -335,27 +347,6 @@ class ControlConnection(asyncio.Protocol):
 
     # Handlers.
 
-    def _handlers_full(self) -> bool:
-        limits = self._limits
-        return (
-            len(self._tasks) >= limits.max_handlers
-            or self._handled_bytes >= limits.max_handled_bytes
-        )
-
-    def _start_handler(self, frame: Frame) -> None:
-        task = self._loop.create_task(self._handle(frame))
-        self._tasks.add(task)
-        self._handled_bytes += frame.size
-
-        def finished(task: asyncio.Task[None]) -> None:
-            was_full = self._handlers_full()
-            self._tasks.discard(task)
-            self._handled_bytes -= frame.size
-            if was_full and self._turn is None and self._reason is None:
-                self._turn = self._loop.call_soon(self._process)
-
-        task.add_done_callback(finished)
-
     async def _handle(self, frame: Frame) -> None:
         message = cast(Message, frame.message)
         expected = message.REPLY if isinstance(message, Request) else None
@@ -376,8 +367,7 @@ class ControlConnection(asyncio.Protocol):
         except ProtocolError as error:
             data = encode(error_to_reply(error), frame.request_id)
         # A peer that does not read its replies keeps its handlers occupied, not our memory.
-        while self._drained is not None and self._reason is None:
-            await asyncio.wait({self._drained})
+        await self.drained()
         if self._reason is None:
             self._write(data)
 
@@ -473,9 +463,15 @@ class ControlConnection(asyncio.Protocol):
             )
         return PeerLost(f"no connection to {self._peer}: {reason}", peer=self._peer)
 
-    def _expire(self, reply: asyncio.Future[Message], message: Message, timeout: float) -> None:
-        if reply.done():
-            return
-        kind = ConnectTimeout if isinstance(message, Connect) else TransferTimeout
-        words = f"{self._peer} did not answer {message.KIND} within {timeout:g} s"
-        reply.set_exception(kind(words, peer=self._peer))
+    def _expire(self, reply: asyncio.Future[Message]) -> None:
+        """Fail a request, unless its reply has arrived while the event loop was blocked.
+
+        Timers can come before the sockets in a turn of the event loop, so the sockets get a
+        turn first.
+        """
+
+        def fail() -> None:
+            if not reply.done():
+                reply.set_exception(TimeoutError())
+
+        self._loop.call_later(_READ_FIRST, fail)

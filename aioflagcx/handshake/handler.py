@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from .limits import Limits
 from .messages import Message
 
 if TYPE_CHECKING:
     from .connection import ControlConnection
 
-__all__ = ["CloseReason", "Handler"]
+__all__ = ["CloseReason", "Handler", "HandlerTasks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +52,48 @@ class Handler(Protocol):
 
     def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
         """The connection has ended; called once, and only after ``connected``."""
+
+
+class HandlerTasks:
+    """The handlers of one connection that are running, bounded in number and in bytes."""
+
+    def __init__(self, limits: Limits, resume: Callable[[], None]) -> None:
+        self._limits = limits
+        self._resume = resume
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def full(self) -> bool:
+        """No other handler may start; ``resume`` will be called when one may."""
+        return (
+            len(self._tasks) >= self._limits.max_handlers
+            or self._bytes >= self._limits.max_handled_bytes
+        )
+
+    def start(self, handler: Coroutine[object, object, None], size: int) -> None:
+        """Run the handler of a frame of ``size`` bytes as a task."""
+        task = asyncio.get_running_loop().create_task(handler)
+        self._tasks.add(task)
+        self._bytes += size
+
+        def finished(task: asyncio.Task[None]) -> None:
+            was_full = self.full
+            self._tasks.discard(task)
+            self._bytes -= size
+            if was_full and not self.full:
+                self._resume()
+
+        task.add_done_callback(finished)
+
+    async def settle(self) -> None:
+        """Wait for all that run, at most ``close_grace`` seconds, then cancel them."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._limits.close_grace)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
