@@ -12,10 +12,11 @@ namespace aioflagcx::verbs::soft {
 
 struct SoftOptions {
     std::string name = "soft0";
-    std::string bind_address = "127.0.0.1";     // numeric IPv4 or IPv6 address of the TCP path's listener
-    std::string advertise_address;              // what peers connect to; empty: bind_address
+    std::string bind_address =
+        "127.0.0.1";                // numeric IPv4 or IPv6 address of the TCP path's listener
+    std::string advertise_address;  // what peers connect to; empty: bind_address
     std::vector<std::string> paths = {"process", "local", "tcp"};  // in order of preference
-    std::uint32_t streams = 2;                  // TCP streams per queue pair, at least 1
+    std::uint32_t streams = 2;  // TCP streams per queue pair, at least 1
 };
 
 std::unique_ptr<Device> open_soft_device(const SoftOptions& options);

@@ -1,0 +1,77 @@
+#include <atomic>
+#include <cerrno>
+
+#include "common/error.h"
+#include "common/socket_address.h"
+#include "verbs/soft/completion_queue.h"
+#include "verbs/soft/limits.h"
+#include "verbs/soft/memory.h"
+#include "verbs/soft/path_choice.h"
+#include "verbs/soft/queue_pair.h"
+#include "verbs/soft/soft.h"
+
+namespace aioflagcx::verbs::soft {
+
+namespace {
+
+class SoftProtectionDomain final : public ProtectionDomain {
+  public:
+    explicit SoftProtectionDomain(std::shared_ptr<DeviceCore> core)
+        : core_(std::move(core)), mrs_(std::make_shared<MrTable>()) {}
+
+    std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
+                                                  std::uint32_t access) override {
+        return make_memory_region(mrs_, addr, length, access);
+    }
+    std::unique_ptr<QueuePair> create_qp(const QpInit& init) override {
+        return std::make_unique<SoftQueuePair>(core_, mrs_, init);
+    }
+
+  private:
+    const std::shared_ptr<DeviceCore> core_;
+    const std::shared_ptr<MrTable> mrs_;
+};
+
+class SoftDevice final : public Device {
+  public:
+    SoftDevice(std::string name, std::shared_ptr<DeviceCore> core)
+        : name_(std::move(name)), core_(std::move(core)) {
+        attributes_.max_qp_wr = kMaxQpWr;
+        attributes_.max_cqe = kMaxCqe;
+        attributes_.max_inline = 0;
+        attributes_.max_mr_size = kMaxMrSize;
+        attributes_.max_msg_size = kMaxMessage;
+    }
+    // Explicitly, since QPs that outlive their device against the rules hold the core too.
+    ~SoftDevice() override { core_->io.stop(); }
+
+    const std::string& name() const noexcept override { return name_; }
+    const DeviceAttributes& attributes() const noexcept override { return attributes_; }
+    std::unique_ptr<ProtectionDomain> alloc_pd() override {
+        return std::make_unique<SoftProtectionDomain>(core_);
+    }
+    std::unique_ptr<CompletionQueue> create_cq(std::uint32_t max_cqe) override {
+        return std::make_unique<SoftCompletionQueue>(max_cqe);
+    }
+
+  private:
+    const std::string name_;
+    const std::shared_ptr<DeviceCore> core_;
+    DeviceAttributes attributes_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> open_soft_device(const SoftOptions& options) {
+    if (options.streams == 0 || options.streams > kMaxStreams) {
+        throw NativeError("open_soft_device", EINVAL, "streams must be 1 to 64");
+    }
+    const std::string& host =
+        options.advertise_address.empty() ? options.bind_address : options.advertise_address;
+    SocketAddress::numeric(host, 0);  // peers refuse what is not a numeric address
+    auto core = std::make_shared<DeviceCore>(host, available_paths(options.paths), options.streams,
+                                             options.bind_address);
+    return std::make_unique<SoftDevice>(options.name, std::move(core));
+}
+
+}  // namespace aioflagcx::verbs::soft
