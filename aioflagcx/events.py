@@ -1,0 +1,65 @@
+"""What the native core reports, handed to whom it concerns on the event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from . import _native
+from .flights import Flights
+
+if TYPE_CHECKING:
+    from .link import Link
+    from .serving import Guest
+
+__all__ = ["Events"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Events:
+    """Reads the native core's events whenever it signals that there are some."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, native: _native.TransferEngine, flights: Flights
+    ) -> None:
+        self._loop = loop
+        self._native = native
+        self._flights = flights
+        self.links: dict[int, Link] = {}
+        """By the id of the native session."""
+        self.guests: dict[int, Guest] = {}
+        """By the id of the native responder."""
+        self._fd = native.event_fd
+        loop.add_reader(self._fd, self._readable)
+
+    def close(self) -> None:
+        """Nothing is reported any more."""
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+
+    def _readable(self) -> None:
+        landed, others = self._native.poll_events()
+        self._flights.landed(landed)
+        for event in others:
+            try:
+                self._dispatch(event)
+            except Exception:
+                _logger.exception("cannot handle %r", event)
+
+    def _dispatch(self, event: _native.Event) -> None:
+        if isinstance(event, _native.TransferEvent):
+            self._flights.failed(event)
+        elif isinstance(event, _native.EndpointDown):
+            link = self.links.get(event.session)
+            if link is not None:
+                link.endpoint_down(event)
+        elif isinstance(event, _native.KeepaliveLost):
+            owner = self.links.get(event.owner) or self.guests.get(event.owner)
+            if owner is not None:
+                owner.keepalive_lost(event.reason)
+        elif isinstance(event, _native.Immediates):
+            guest = self.guests.get(event.responder)
+            if guest is not None:
+                guest.immediates(event.imm)

@@ -1,0 +1,294 @@
+"""The initiator's end of a session: one control connection and the native session beside it.
+
+Both live and die together. A link that is lost stays lost; the next call makes a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from . import _native
+from .connecting import connect_attempt
+from .errors import (
+    AioFlagcxError,
+    ConnectError,
+    HandshakeRejected,
+    NotifyRefused,
+    PeerLost,
+    TransferError,
+)
+from .fencing import Fences
+from .handshake import CloseReason, ControlConnection, open_connection, parse_address
+from .handshake.messages import ConnectReply, Message, MetadataUpdate, Notify
+from .notifications import Outgoing
+from .remote_table import RemoteTable
+from .runtime import Runtime
+from .waiting import outlast
+
+__all__ = ["Link"]
+
+_logger = logging.getLogger(__name__)
+
+_RECOVERY_PAUSE = 0.05
+"""Seconds between two recoveries of one link, so that a path that breaks as soon as it is used
+does not become a busy loop between two engines."""
+
+
+class Link:
+    """A connected session; made by :meth:`open`.
+
+    The handler of its control connection, and told by :class:`~aioflagcx.events.Events`.
+    """
+
+    native: _native.Session
+    table: RemoteTable
+    """Where the peer's memory is."""
+
+    _connection: ControlConnection
+    _fences: Fences
+
+    def __init__(
+        self, runtime: Runtime, session_id: str, ended: Callable[[Link, bool], None]
+    ) -> None:
+        self.id = session_id
+        """The peer's session id, as we were asked to connect to it."""
+        self.peer_engine_id = ""
+        """The peer's engine id, in hexadecimal."""
+        self.path = ""
+        """How data moves: "process", "local", "tcp" or "ibverbs"."""
+        self.alive = False
+        """Whether it can be used."""
+        self._runtime = runtime
+        self._ended = ended
+        self._max_payload = 0
+        self._attempt = 0
+        self._down: set[int] = set()
+        self._recovery: asyncio.Task[None] | None = None
+        self._recovered_at = 0.0
+        self._loss: tuple[str, BaseException | None] | None = None
+        self._freeing: asyncio.Task[None] | None = None
+        self._last_imm = 0
+
+    @classmethod
+    async def open(
+        cls, runtime: Runtime, session_id: str, timeout: float, ended: Callable[[Link, bool], None]
+    ) -> Link:
+        """Connect to the engine at ``session_id`` within ``timeout`` seconds.
+
+        ``ended(link, gone)`` is called when the link can be used no more, and again, with
+        ``gone`` True, when it has given everything back. Raises a
+        :class:`~aioflagcx.errors.ConnectError`, and then nothing is left behind.
+        """
+        link = cls(runtime, session_id, ended)
+        deadline = runtime.loop.time() + timeout
+        host, port = parse_address(session_id)
+        connection = await open_connection(
+            host,
+            port,
+            identity=runtime.identity,
+            secret=runtime.config.auth_secret,
+            limits=runtime.limits,
+            timeout=timeout,
+            handler=link,
+        )
+        link._begin(connection)
+        try:
+            await link._establish(deadline)
+        except BaseException as error:
+            link._lose("no session came about", error, farewell="no session came about")
+            await link.freed()
+            raise
+        return link
+
+    def _begin(self, connection: ControlConnection) -> None:
+        runtime = self._runtime
+        self._connection = connection
+        self.peer_engine_id = connection.peer_engine_id.hex()
+        self.native = runtime.native.create_session(self.id)
+        runtime.events.links[self.native.id] = self
+        self.table = RemoteTable(connection, self.native, runtime.threads)
+        self._fences = Fences(connection, self.native)
+
+    async def _establish(self, deadline: float) -> None:
+        reply = await self._connect_next(deadline)
+        if self._loss is not None or self._connection.is_closed:
+            raise ConnectError(f"{self.id} closed the connection at once", peer=self.id)
+        self._max_payload = reply.notification_max_payload
+        self.native.watch(self._connection.peer_host, reply.keepalive_port, reply.keepalive_token)
+        self.alive = True
+        _logger.info("connected to %s by %s", self.id, self.path)
+
+    async def _connect_next(self, deadline: float) -> ConnectReply:
+        self._attempt += 1
+        reply, self.path = await connect_attempt(
+            self._runtime, self._connection, self.native, self.table, self._attempt, deadline
+        )
+        return reply
+
+    # What transfers use ----------------------------------------------------------------------
+
+    def next_imm(self) -> int:
+        """A fresh immediate: nonzero, 32 bits, not used before for a very long time."""
+        self._last_imm = self._last_imm % 0xFFFF_FFFF + 1
+        return self._last_imm
+
+    def check_notify(self, outgoing: Outgoing) -> None:
+        """Raise :class:`~aioflagcx.errors.NotifyRefused` when the peer will not take it."""
+        if len(outgoing.payload) > self._max_payload:
+            raise NotifyRefused(
+                f"a notification of {len(outgoing.payload)} bytes is too large for {self.id}, "
+                f"which takes at most {self._max_payload}",
+                peer=self.id,
+                remote_quiet=True,
+            )
+
+    async def notify(self, outgoing: Outgoing, timeout: float | None = None) -> None:
+        """Have the peer deliver a notification, once the data before it has landed.
+
+        Raises :class:`~aioflagcx.errors.NotifyRefused`, or another
+        :class:`~aioflagcx.errors.TransferError` with ``notify_delivered`` None.
+        """
+        if self._loss is not None:
+            raise self.loss(True)
+        self.check_notify(outgoing)
+        message = Notify(
+            name=outgoing.name,
+            payload=outgoing.payload,
+            imm=outgoing.imm,
+            imm_count=outgoing.imm_count,
+        )
+        try:
+            reply = await self._connection.request(message, timeout)
+        except TransferError as error:
+            error.notify_delivered = None
+            raise
+        except ConnectError as error:
+            raise TransferError(
+                f"{self.id} did not say whether the notification was delivered",
+                peer=self.id,
+                cause=error,
+                notify_delivered=None,
+            ) from error
+        if not reply.accepted:
+            raise NotifyRefused(
+                f"{self.id} refused the notification: {reply.reason}",
+                peer=self.id,
+                remote_quiet=True,
+            )
+
+    async def fence(self, attempts: Iterable[int], timeout: float) -> bool:
+        """Whether the peer confirms within ``timeout`` that ``attempts`` can do nothing more."""
+        return await self._fences.confirm(attempts, timeout)
+
+    def loss(self, remote_quiet: bool) -> PeerLost:
+        """The error of a transfer that was under way when the link was lost."""
+        words, cause = self._loss or ("the session failed", None)
+        return PeerLost(
+            f"{self.id} was lost: {words}", peer=self.id, cause=cause, remote_quiet=remote_quiet
+        )
+
+    # What happens to it ----------------------------------------------------------------------
+
+    def connected(self, connection: ControlConnection) -> None:
+        """:meth:`open` goes on."""
+
+    async def handle(self, connection: ControlConnection, message: Message) -> Message | None:
+        """The peer pushed something; it has nothing to ask for on our connection."""
+        if not isinstance(message, MetadataUpdate):
+            raise HandshakeRejected(f"{message.KIND} belongs on a connection of your own")
+        try:
+            await self.table.pushed(message)
+        except AioFlagcxError as error:
+            _logger.warning("%s: a region table was not taken: %s", self.id, error)
+        return None
+
+    def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
+        """The control connection has ended, and the session with it."""
+        self._lose(str(reason))
+
+    def keepalive_lost(self, reason: str) -> None:
+        """The peer's process gives no sign of life."""
+        self._lose(f"no sign of life: {reason}")
+
+    def submit_failed(self, error: _native.NativeError) -> None:
+        """The native session has failed before the event that says so has been seen."""
+        self._lose(error.detail)
+
+    def endpoint_down(self, event: _native.EndpointDown) -> None:
+        """An attempt's queue pairs have failed: get a new attempt to work, or be lost."""
+        if self._loss is not None:
+            return
+        _logger.info(
+            "%s: attempt %d failed: %s on %s",
+            self.id,
+            event.attempt,
+            event.cause or "a transfer was aborted",
+            event.rail,
+        )
+        self._down.add(event.attempt)
+        if self._recovery is None:
+            self._recovery = self._runtime.loop.create_task(self._recover())
+
+    async def _recover(self) -> None:
+        loop = self._runtime.loop
+        try:
+            while self._down:
+                await asyncio.sleep(self._recovered_at + _RECOVERY_PAUSE - loop.time())
+                failed = frozenset(self._down)
+                # Until the peer answers, slices stay where they are; if it is dead, the
+                # keepalive tells.
+                if not await self._fences.confirm(failed, None):
+                    raise PeerLost(f"{self.id} did not fence attempts {sorted(failed)}")
+                self._down -= failed
+                await self._connect_next(loop.time() + self._runtime.config.connect_timeout)
+                self._recovered_at = loop.time()
+        except AioFlagcxError as error:
+            self._lose(
+                "its data path failed and could not be set up again",
+                error,
+                farewell="the data path could not be set up again",
+            )
+        finally:
+            self._recovery = None
+
+    def _lose(
+        self, words: str, cause: BaseException | None = None, *, farewell: str | None = None
+    ) -> None:
+        """End it, once: its transfers fail with these words as soon as they are quiet."""
+        if self._loss is not None:
+            return
+        self._loss = words, cause
+        if self.alive:
+            _logger.info("session with %s ended: %s", self.id, words)
+        self.retire()
+        if farewell is None:
+            self._connection.abort(CloseReason("lost", words))
+        else:
+            self._connection.close(farewell)
+        self.native.fail()
+        self._freeing = self._runtime.loop.create_task(self._free())
+
+    def retire(self) -> None:
+        """No new call may use it; what is under way goes on."""
+        self.alive = False
+        self._ended(self, False)
+
+    async def _free(self) -> None:
+        try:
+            await self._runtime.threads.run(self.native.close)
+            self._runtime.events.links.pop(self.native.id, None)
+            await self._connection.wait_closed()
+        finally:
+            self._ended(self, True)
+
+    async def freed(self) -> None:
+        """Until everything of a lost link has been given back."""
+        if self._freeing is not None:
+            await outlast(self._freeing)
+
+    async def close(self, farewell: str) -> None:
+        """End it on purpose and wait until it is gone."""
+        self._lose("it was closed here", farewell=farewell)
+        await self.freed()

@@ -1,0 +1,168 @@
+"""What a caller hands to ``register``, as address, size and who keeps it alive.
+
+Pure: nothing here registers anything or looks at the process's mappings.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _dlpack
+from .errors import RegistrationError
+
+__all__ = ["Memory", "locate"]
+
+
+class Memory(NamedTuple):
+    """A contiguous range of this process's memory."""
+
+    addr: int
+    """First byte's address."""
+
+    size: int
+    """Bytes, at least 1."""
+
+    writable: bool | None
+    """Whether its owner lets others write it; None: nobody says, ask the mappings."""
+
+    owner: object
+    """What must live as long as the memory is used; None for a bare ``(addr, size)``."""
+
+
+def locate(memory: object) -> Memory:
+    """Where ``memory`` is: ``(addr, size)``, or an object with the buffer protocol,
+    ``__dlpack__`` or ``__array_interface__``, tried in this order.
+
+    Raises :class:`~aioflagcx.errors.RegistrationError` for what is none of these, is empty,
+    is not contiguous (naming its strides) or is not in host memory.
+    """
+    if isinstance(memory, tuple):
+        found = _from_pair(memory)
+    elif (exported := _exported_buffer(memory)) is not None:
+        found = _from_buffer(exported, memory)
+    elif hasattr(memory, "__dlpack__") and hasattr(memory, "__dlpack_device__"):
+        found = _from_dlpack(memory)
+    elif hasattr(memory, "__cuda_array_interface__"):
+        raise RegistrationError(f"{_name(memory)} is CUDA memory: no device here can reach it")
+    elif hasattr(memory, "__array_interface__"):
+        found = _from_array_interface(memory)
+    else:
+        raise RegistrationError(
+            f"{_name(memory)} is no memory: expected (addr, size), or an object with the buffer "
+            "protocol, __dlpack__ or __array_interface__"
+        )
+    if found.size == 0:
+        raise RegistrationError("memory of size 0 cannot be registered", address=found.addr)
+    return found
+
+
+def _name(memory: object) -> str:
+    kind = type(memory)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _from_pair(pair: tuple[Any, ...]) -> Memory:
+    try:
+        addr, size = map(operator.index, pair)
+    except (TypeError, ValueError):
+        raise RegistrationError(
+            f"a tuple must be (addr, size), two integers, not {pair!r:.80}"
+        ) from None
+    if addr <= 0 or size < 0 or addr + size > 2**64:
+        raise RegistrationError(f"(addr, size) = ({addr:#x}, {size}) is no range of memory")
+    return Memory(addr, size, None, None)
+
+
+def _exported_buffer(memory: object) -> memoryview | None:
+    """The object's buffer, or None when it exports none, or none that describes its elements."""
+    try:
+        return memoryview(memory)  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):
+        # numpy refuses element types that the protocol has no letter for, such as bfloat16.
+        return None
+
+
+def _from_buffer(buffer: memoryview, memory: object) -> Memory:
+    if buffer.nbytes and not buffer.contiguous:
+        raise _not_contiguous(memory, buffer.shape, buffer.strides)
+    if not buffer.nbytes:
+        return Memory(0, 0, not buffer.readonly, buffer)
+    # As bytes, since numpy does not know every format; Fortran order cannot be cast.
+    flat = np.frombuffer(buffer, np.uint8) if buffer.c_contiguous else np.asarray(buffer)
+    return Memory(_address(flat), buffer.nbytes, not buffer.readonly, buffer)
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _from_dlpack(memory: Any) -> Memory:
+    if getattr(memory, "requires_grad", False):
+        raise RegistrationError(
+            f"{_name(memory)} requires a gradient, which writing behind autograd's back would "
+            "falsify: register its .detach()"
+        )
+    device, _ = memory.__dlpack_device__()
+    if device not in _dlpack.HOST_DEVICES:
+        raise RegistrationError(
+            f"{_name(memory)} is on {_dlpack.device_name(device)}: no device here can reach it"
+        )
+    try:
+        tensor = _dlpack.export(memory)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise RegistrationError(
+            f"{_name(memory)} cannot be exported by DLPack", cause=error
+        ) from error
+    if tensor.copied:
+        raise RegistrationError(f"{_name(memory)} exports a copy of itself, not its memory")
+    if not _is_contiguous(tensor.shape, tensor.strides):
+        raise _not_contiguous(memory, tensor.shape, tensor.strides, "elements")
+    return Memory(tensor.addr, tensor.nbytes, not tensor.readonly, (memory, tensor.capsule))
+
+
+def _from_array_interface(memory: Any) -> Memory:
+    interface = memory.__array_interface__
+    data = interface.get("data")
+    if not isinstance(data, tuple):
+        raise RegistrationError(f"{_name(memory)}.__array_interface__ gives no address")
+    shape = tuple(interface["shape"])
+    itemsize = np.dtype(interface["typestr"]).itemsize
+    strides = interface.get("strides")
+    if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
+        raise _not_contiguous(memory, shape, tuple(strides))
+    addr, readonly = data
+    size = itemsize
+    for extent in shape:
+        size *= extent
+    return Memory(addr, size, not readonly, memory)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], unit: int = 1) -> bool:
+    """Whether elements of ``unit`` lie without gaps in some order of the axes."""
+    if 0 in shape:
+        return True
+    axes = sorted((s, n) for n, s in zip(shape, strides, strict=True) if n != 1)
+    for stride, extent in axes:
+        if stride != unit:
+            return False
+        unit *= extent
+    return True
+
+
+def _not_contiguous(
+    memory: object,
+    shape: tuple[int, ...] | None,
+    strides: tuple[int, ...] | None,
+    unit: str = "bytes",
+) -> RegistrationError:
+    return RegistrationError(
+        f"{_name(memory)} is not contiguous: shape {shape} with strides {strides} ({unit}); "
+        "register a contiguous copy, or the whole memory it is a view of"
+    )

@@ -1,0 +1,121 @@
+"""Handles of registered memory, ours and a peer's."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import operator
+
+from ._native import ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE, RegionRecord
+from .errors import RegistrationError
+from .memory import Memory
+
+__all__ = ["ACCESS_BITS", "AnyRegion", "Region", "RegionState", "RemoteRegion"]
+
+ACCESS_BITS = {
+    "read": ACCESS_REMOTE_READ,
+    "write": ACCESS_REMOTE_WRITE,
+    "read_write": ACCESS_REMOTE_READ | ACCESS_REMOTE_WRITE,
+}
+"""What peers may do with a region, by the names the API uses."""
+
+_ACCESS_NAMES = {bits: name for name, bits in ACCESS_BITS.items()}
+
+
+class AnyRegion:
+    """What :class:`Region` and :class:`RemoteRegion` have in common."""
+
+    __slots__ = ("access", "addr", "name", "size")
+
+    addr: int
+    """Address of the first byte, in its own process."""
+
+    size: int
+    """Length in bytes."""
+
+    name: str | None
+    """Unique among its engine's regions; None when it was registered without."""
+
+    access: str
+    """What peers may do: "read", "write" or "read_write"."""
+
+    def at(self, offset: int) -> int:
+        """The address ``offset`` bytes into the region; IndexError outside 0 <= offset < size."""
+        offset = operator.index(offset)
+        if not 0 <= offset < self.size:
+            raise IndexError(f"offset {offset} is outside {self!r}")
+        return self.addr + offset
+
+    def _words(self) -> str:
+        name = "" if self.name is None else f"{self.name!r} "
+        return f"{name}{self.addr:#x}+{self.size} {self.access}"
+
+
+class RegionState(enum.Enum):
+    """The life of a :class:`Region`; it only moves forward."""
+
+    REGISTERING = "registering"
+    REGISTERED = "registered"
+    DRAINING = "deregistering"  # revoked: no new use, the old ones are waited for
+    GONE = "deregistered"
+
+
+class Region(AnyRegion):
+    """Memory of this process registered with an engine; made by :meth:`Engine.register`.
+
+    Its memory's owner is kept alive until :meth:`Engine.deregister` has finished.
+    """
+
+    __slots__ = ("__weakref__", "_count", "_id", "_owners", "_state", "_writable")
+
+    def __init__(self, memory: Memory, access: str, name: str | None) -> None:
+        self.addr = memory.addr
+        self.size = memory.size
+        self.name = name
+        self.access = access
+        self._id = 0
+        self._state = RegionState.REGISTERING
+        self._count = 0
+        self._writable = memory.writable
+        self._owners: dict[int, object] = {}
+
+    def view(self) -> memoryview:
+        """The region's bytes, read-only when the memory is; keeps the region's memory alive.
+
+        Raises :class:`~aioflagcx.errors.RegistrationError` after the region was deregistered.
+        """
+        if self._state is not RegionState.REGISTERED:
+            raise RegistrationError(f"{self!r} is not registered", address=self.addr)
+        array = (ctypes.c_ubyte * self.size).from_address(self.addr)
+        array._owners = tuple(self._owners.values())  # type: ignore[attr-defined]
+        view = memoryview(array).cast("B")
+        return view if self._writable else view.toreadonly()
+
+    def __repr__(self) -> str:
+        state = "" if self._state is RegionState.REGISTERED else f" {self._state.value}"
+        return f"<Region {self._words()}{state}>"
+
+
+class RemoteRegion(AnyRegion):
+    """Memory of a peer, as its MR table has it; found through a :class:`Session`."""
+
+    __slots__ = ("_id", "_peer")
+
+    def __init__(self, record: RegionRecord, peer: str) -> None:
+        self.addr = record.addr
+        self.size = record.size
+        self.name = record.name
+        self.access = _ACCESS_NAMES.get(record.access, f"unknown ({record.access:#x})")
+        self._id = record.id
+        self._peer = peer
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RemoteRegion):
+            return NotImplemented
+        return self._peer == other._peer and self._id == other._id and self.addr == other.addr
+
+    def __hash__(self) -> int:
+        return hash((self._peer, self._id))
+
+    def __repr__(self) -> str:
+        return f"<RemoteRegion {self._words()} of {self._peer}>"

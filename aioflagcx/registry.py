@@ -1,0 +1,291 @@
+"""The regions of one engine: which there are, how often each was registered, how they go.
+
+All methods belong to the event loop's thread; what waits for the kernel or for peers runs on
+native threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from . import _native
+from .errors import DeregisterTimeout, EngineClosed, RegistrationError
+from .memory import Memory, locate
+from .region import ACCESS_BITS, Region, RegionState
+from .threads import NativeThreads
+
+__all__ = ["Registry"]
+
+_TURN = 128
+"""Regions handled before the event loop gets its turn: a few microseconds each."""
+
+_DRAIN_SLICE = 0.1
+"""Seconds a thread waits for regions in use, before it looks which others have been revoked."""
+
+_CLOSE_TIMEOUT = 5.0
+"""Seconds that closing waits for peers to let go; the native core then takes it from them."""
+
+_MAX_NAME = 1024
+"""Bytes of the longest region name, in UTF-8."""
+
+
+class Registry:
+    """Registers memory, counts who uses it, and deregisters it."""
+
+    def __init__(
+        self,
+        native: _native.TransferEngine,
+        threads: NativeThreads,
+        changed: Callable[[], None],
+    ) -> None:
+        self._native = native
+        self._threads = threads
+        self._changed = changed
+        self._by_range: dict[tuple[int, int], Region] = {}
+        self._by_name: dict[str, Region] = {}
+        self._ready: dict[Region, asyncio.Future[None]] = {}
+        self._draining: dict[int, Region] = {}
+        self._gone: dict[Region, asyncio.Future[None]] = {}
+        self._drainer: asyncio.Task[None] | None = None
+        self._busy = 0
+        self._idle: asyncio.Future[None] | None = None
+        self._closed = False
+
+    async def register(
+        self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
+    ) -> list[Region]:
+        """Register all of them or, when that fails or is cancelled, none."""
+        if access not in ACCESS_BITS:
+            raise RegistrationError(f"access {access!r} is none of {', '.join(ACCESS_BITS)}")
+        if names is not None and len(names) != len(memories):
+            raise RegistrationError(f"{len(memories)} memories but {len(names)} names")
+        self._busy += 1
+        try:
+            return await self._register(memories, names, access)
+        finally:
+            self._busy -= 1
+            if self._idle is not None and not self._busy and not self._idle.done():
+                self._idle.set_result(None)
+
+    async def _register(
+        self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
+    ) -> list[Region]:
+        regions: list[Region] = []
+        new: list[Region] = []
+        try:
+            for index, memory in enumerate(memories):
+                if index % _TURN == _TURN - 1:
+                    await asyncio.sleep(0)
+                name = None if names is None else names[index]
+                region, is_new = self._reserve(locate(memory), memory, access, name)
+                regions.append(region)
+                if is_new:
+                    new.append(region)
+            if new:
+                await self._threads.run(self._register_blocking, new)
+                self._settle(new)
+            for region in regions:
+                ready = self._ready.get(region)
+                if ready is not None:  # another call is registering it
+                    await asyncio.shield(ready)
+            if self._closed:
+                raise EngineClosed("the engine was closed during the registration")
+        except BaseException:
+            self._settle(new)
+            self._unreserve(regions)
+            raise
+        return regions
+
+    def _reserve(
+        self, memory: Memory, given: object, access: str, name: str | None
+    ) -> tuple[Region, bool]:
+        """Count one more use of the range; the region, and whether it has to be registered."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        _check_name(name)
+        region = self._by_range.get((memory.addr, memory.size))
+        if region is not None:
+            if region.access != access or region.name != name:
+                raise RegistrationError(
+                    f"the same memory is registered already as {region!r}: deregister it before "
+                    f"registering it with access {access!r} and name {name!r}",
+                    address=memory.addr,
+                )
+        else:
+            if name is not None and name in self._by_name:
+                raise RegistrationError(
+                    f"name {name!r} is in use for {self._by_name[name]!r}", address=memory.addr
+                )
+            if memory.writable is False and access != "read":
+                raise RegistrationError(
+                    f"the memory is read-only, so peers cannot have access {access!r}: use "
+                    'access "read"',
+                    address=memory.addr,
+                )
+            region = Region(memory, access, name)
+            self._by_range[memory.addr, memory.size] = region
+            if name is not None:
+                self._by_name[name] = region
+            self._ready[region] = asyncio.get_running_loop().create_future()
+        is_new = not region._count
+        region._count += 1
+        # By identity: a buffer is given anew with each call, the object behind it is not.
+        region._owners.setdefault(id(given), (given, memory.owner))
+        return region, is_new
+
+    def _settle(self, regions: list[Region]) -> None:
+        """The native core has registered these or, without an id, never will; tell who waits."""
+        for region in regions:
+            ready = self._ready.pop(region, None)
+            if ready is None:
+                continue
+            if region._id:
+                region._state = RegionState.REGISTERED
+                ready.set_result(None)
+                continue
+            region._state = RegionState.GONE
+            self._forget(region)
+            words = f"{region!r} could not be registered by the call that began it"
+            ready.set_exception(RegistrationError(words, address=region.addr))
+            ready.exception()  # retrieved: often nobody waits
+        self._changed()
+
+    def _register_blocking(self, regions: list[Region]) -> None:
+        """On a native thread. Sets the ids itself, as the caller may be cancelled meanwhile."""
+        mapped = self._native.check_mapped([(region.addr, region.size) for region in regions])
+        ranges = []
+        for region, mapping in zip(regions, mapped, strict=True):
+            if mapping == 0:
+                raise RegistrationError(
+                    f"{region.addr:#x}+{region.size} is not mapped as a whole in this process",
+                    address=region.addr,
+                )
+            if mapping == 1 and region.access != "read":
+                raise RegistrationError(
+                    f"{region.addr:#x}+{region.size} is mapped read-only, so peers cannot have "
+                    f'access {region.access!r}: use access "read"',
+                    address=region.addr,
+                )
+            region._writable = mapping == 2 and region._writable is not False
+            ranges.append(
+                (
+                    region.addr,
+                    region.size,
+                    ACCESS_BITS[region.access],
+                    region._writable,
+                    region.name,
+                )
+            )
+        try:
+            ids = self._native.register(ranges)
+        except _native.NativeError as error:
+            raise RegistrationError(
+                f"registration failed in {error.call}: {error.detail}", cause=error
+            ) from error
+        for region, number in zip(regions, ids, strict=True):
+            region._id = number
+
+    def _unreserve(self, regions: list[Region]) -> None:
+        """Take back one use of each; what is then unused goes in the background."""
+        unused = []
+        for region in regions:
+            region._count -= 1
+            if not region._count and region._id:
+                unused.append(region)
+        if unused:
+            self._drain(unused)
+
+    async def deregister(self, region: Region, timeout: float | None) -> None:
+        """Take back one use; with the last one, revoke it and wait until nobody can use it."""
+        if self._by_range.get((region.addr, region.size)) is region:
+            if region._state is RegionState.REGISTERING:
+                raise RegistrationError(f"{region!r} is still being registered")
+            region._count -= 1
+            if region._count:
+                return
+            self._drain([region])
+        elif self._draining.get(region._id) is not region:
+            raise RegistrationError(f"{region!r} is not registered with this engine")
+        gone = self._gone.get(region)
+        if gone is None:
+            gone = self._gone[region] = asyncio.get_running_loop().create_future()
+        await asyncio.wait((gone,), timeout=timeout)
+        if not gone.done():
+            raise DeregisterTimeout(
+                f"{region!r} was still in use after {timeout} s, by a transfer of ours or by a "
+                "peer that does not answer; it stays revoked, and its deregistration goes on in "
+                "the background",
+                address=region.addr,
+            )
+
+    def _forget(self, region: Region) -> None:
+        """Its range and name are free to be used again."""
+        if self._by_range.get((region.addr, region.size)) is region:
+            del self._by_range[region.addr, region.size]
+            if region.name is not None:
+                del self._by_name[region.name]
+
+    def _drain(self, regions: list[Region]) -> None:
+        """Revoke, tell the peers, and deregister as soon as nobody uses them."""
+        self._native.revoke([region._id for region in regions])
+        for region in regions:
+            self._forget(region)
+            region._state = RegionState.DRAINING
+            self._draining[region._id] = region
+        self._changed()
+        if self._drainer is None:
+            self._drainer = asyncio.get_running_loop().create_task(self._drain_all())
+
+    async def _drain_all(self) -> None:
+        try:
+            while self._draining:
+                for number in await self._threads.run(self._drain_blocking, list(self._draining)):
+                    self._end(self._draining.pop(number))
+        finally:
+            self._drainer = None
+
+    def _drain_blocking(self, ids: list[int]) -> list[int]:
+        """On a native thread: which of them are deregistered now."""
+        if self._native.deregister(ids, _DRAIN_SLICE):
+            return ids
+        return [number for number in ids if self._native.deregister([number], 0.0)]
+
+    def _end(self, region: Region) -> None:
+        region._state = RegionState.GONE
+        region._owners = {}
+        gone = self._gone.pop(region, None)
+        if gone is not None and not gone.done():
+            gone.set_result(None)
+
+    async def close(self) -> None:
+        """Deregister everything; what is still in use is left to the native core's close()."""
+        self._closed = True
+        while self._busy:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+        if self._by_range:
+            self._drain(list(self._by_range.values()))
+        drainer = self._drainer
+        if drainer is not None:
+            await asyncio.wait((drainer,), timeout=_CLOSE_TIMEOUT)
+            drainer.cancel()
+            await asyncio.wait((drainer,))
+
+    def closed(self) -> None:
+        """The native core is closed, so nobody uses any region any more."""
+        for region in [*self._by_range.values(), *self._draining.values()]:
+            self._end(region)
+        self._by_range.clear()
+        self._by_name.clear()
+        self._draining.clear()
+
+
+def _check_name(name: object) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise RegistrationError(f"a region's name must be str or None, not {type(name).__name__}")
+    size = len(name.encode(errors="surrogatepass"))
+    if not 0 < size <= _MAX_NAME:
+        raise RegistrationError(f"a region's name has 1 to {_MAX_NAME} bytes in UTF-8, not {size}")

@@ -1,0 +1,223 @@
+"""The target's end of sessions: what peers that connected to us ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from . import _native
+from .errors import HandshakeRejected, ProtocolError
+from .handshake import CloseReason, ControlConnection
+from .handshake.messages import (
+    Connect,
+    ConnectReply,
+    Fence,
+    FenceReply,
+    Message,
+    Metadata,
+    MetadataUpdate,
+    Notify,
+    NotifyReply,
+)
+from .notifications import Notification, NotificationQueue
+from .runtime import Runtime
+
+__all__ = ["Guest", "Serving"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Guest:
+    """One connection that a peer opened, and the native responder its queue pairs belong to."""
+
+    def __init__(
+        self, runtime: Runtime, queue: NotificationQueue, connection: ControlConnection
+    ) -> None:
+        self._runtime = runtime
+        self._queue = queue
+        self._connection = connection
+        self.session_id = connection.peer_session_id
+        """Where the peer says it can be reached."""
+        self.engine_id = connection.peer_engine_id.hex()
+        """The peer's engine id, in hexadecimal."""
+        # Guards the responder's queue pairs: accepting, fencing and closing take turns.
+        self._changing = asyncio.Lock()
+        self._responder: _native.Responder | None = None
+        self._gone = False
+        self._pushed = 0  # generation of the table that the peer has, or will have
+        self._pusher: asyncio.Task[None] | None = None
+        self._immediates: dict[int, asyncio.Future[bool]] = {}
+
+    async def answer(self, message: Message) -> Message | None:
+        """The reply to a request of the peer."""
+        if isinstance(message, Connect):
+            return await self._connect(message)
+        if self._responder is None:
+            raise ProtocolError(f"{message.KIND} before connect")
+        if isinstance(message, Metadata):
+            return await self._table(message.since)
+        if isinstance(message, Notify):
+            return await self._notify(message, self._responder)
+        if isinstance(message, Fence):
+            async with self._changing:
+                await self._runtime.threads.run(self._responder.fence, message.attempt)
+            return FenceReply(attempt=message.attempt)
+        _logger.debug("%s pushed %s, which is ignored", self.session_id, message.KIND)
+        return None
+
+    async def _connect(self, message: Connect) -> ConnectReply:
+        runtime = self._runtime
+        async with self._changing:
+            if self._gone:
+                raise HandshakeRejected("the session has been closed")
+            responder = self._responder
+            if responder is None:
+                responder = self._responder = runtime.native.create_responder(
+                    self.session_id, message.keepalive_timeout
+                )
+                runtime.events.guests[responder.id] = self
+            rails = [dict(rail) for rail in message.rails]
+            try:
+                accepted = await runtime.threads.run(responder.accept, message.attempt, rails)
+            except _native.NativeError as error:
+                raise HandshakeRejected(f"{error.call}: {error.detail}", cause=error) from error
+            update = await self._table(0)
+            return ConnectReply(
+                attempt=message.attempt,
+                rails=tuple(accepted),
+                path=responder.path,
+                table=update.table,
+                generation=update.generation,
+                keepalive_port=runtime.native.keepalive_port,
+                keepalive_token=responder.keepalive_token,
+                notification_max_payload=runtime.config.notification_max_payload,
+            )
+
+    async def _table(self, since: int) -> MetadataUpdate:
+        """Our MR table, or what changed in it; the peer will have it."""
+        native = self._runtime.native
+        full, base, generation, table, removed = await self._runtime.threads.run(
+            native.table_since, since
+        )
+        self._pushed = max(self._pushed, generation)
+        return MetadataUpdate(
+            full=full, base=base, generation=generation, table=table, removed=removed
+        )
+
+    async def _notify(self, message: Notify, responder: _native.Responder) -> NotifyReply:
+        if len(message.payload) > self._runtime.config.notification_max_payload:
+            return NotifyReply(accepted=False, reason="the payload is too large")
+        if message.imm in self._immediates:
+            raise ProtocolError(f"immediate {message.imm} is waited for already")
+        if message.imm and not responder.expect(message.imm, message.imm_count):
+            arrived = self._immediates[message.imm] = self._runtime.loop.create_future()
+            try:
+                if not await arrived:
+                    return NotifyReply(accepted=False, reason="the session has ended")
+            finally:
+                del self._immediates[message.imm]
+                responder.forget(message.imm)
+        notification = Notification(message.name, message.payload, self.engine_id, self.session_id)
+        if not self._queue.put(notification):
+            return NotifyReply(accepted=False, reason="the notification queue is full")
+        return NotifyReply(accepted=True, reason="")
+
+    def immediates(self, imm: int) -> None:
+        """All immediates that a notification waits for have come."""
+        arrived = self._immediates.get(imm)
+        if arrived is not None and not arrived.done():
+            arrived.set_result(True)
+
+    def push_table(self) -> None:
+        """Our regions have changed: tell the peer, unless that is under way already."""
+        if self._pushed and self._pusher is None and not self._gone:
+            self._pusher = self._runtime.loop.create_task(self._push())
+
+    async def _push(self) -> None:
+        try:
+            # A peer that reads slowly gets fewer and larger updates.
+            while not self._gone and self._pushed < self._runtime.native.generation:
+                await self._connection.drained()
+                if self._gone:
+                    return
+                self._connection.push(await self._table(self._pushed))
+        except ProtocolError as error:
+            self._connection.close(f"our region table cannot be sent: {error}")
+        finally:
+            self._pusher = None
+
+    def keepalive_lost(self, reason: str) -> None:
+        """The peer's process gives no sign of life; the native core has fenced it already."""
+        self._connection.abort(CloseReason("lost", f"no sign of life: {reason}"))
+
+    async def leave(self) -> None:
+        """Make sure that nothing of the peer can touch our memory any more. Idempotent."""
+        self._gone = True
+        for arrived in self._immediates.values():
+            if not arrived.done():
+                arrived.set_result(False)
+        async with self._changing:
+            responder = self._responder
+            if responder is None:
+                return
+            await self._runtime.threads.run(responder.close)
+            self._runtime.events.guests.pop(responder.id, None)
+
+    async def dismiss(self, reason: str) -> None:
+        """:meth:`leave`, and close the connection."""
+        await self.leave()
+        self._connection.close(reason)
+
+
+class Serving:
+    """The handler of the handshake server."""
+
+    def __init__(self, runtime: Runtime, queue: NotificationQueue) -> None:
+        self._runtime = runtime
+        self._queue = queue
+        self._guests: dict[ControlConnection, Guest] = {}
+        self._leaving: dict[Guest, asyncio.Task[None]] = {}
+        self._closed = False
+
+    def connected(self, connection: ControlConnection) -> None:
+        """A peer has authenticated."""
+        self._guests[connection] = Guest(self._runtime, self._queue, connection)
+
+    async def handle(self, connection: ControlConnection, message: Message) -> Message | None:
+        """Answer a request."""
+        guest = self._guests.get(connection)
+        if guest is None or self._closed:
+            raise HandshakeRejected("the engine is closing")
+        return await guest.answer(message)
+
+    def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
+        """A peer is gone: fence what it could write to."""
+        guest = self._guests.pop(connection, None)
+        if guest is None:
+            return
+        _logger.info("session of %s ended: %s", guest.session_id, reason)
+        task = self._leaving[guest] = self._runtime.loop.create_task(guest.leave())
+        task.add_done_callback(lambda _: self._leaving.pop(guest))
+
+    def push_tables(self) -> None:
+        """Our regions have changed: tell every peer."""
+        for guest in self._guests.values():
+            guest.push_table()
+
+    async def quiesce(self, peer: str) -> None:
+        """Fence everything that the engine with this session or engine id can write to here."""
+        guests = [
+            guest
+            for guest in (*self._guests.values(), *self._leaving)
+            if peer in (guest.session_id, guest.engine_id)
+        ]
+        if not guests:
+            _logger.debug("quiesce(%r): no such peer is connected", peer)
+        await asyncio.gather(*(guest.dismiss("quiesced") for guest in guests))
+
+    async def close(self) -> None:
+        """Refuse what comes, and fence every peer."""
+        self._closed = True
+        await asyncio.gather(*(guest.dismiss("engine closed") for guest in self._guests.values()))
+        while self._leaving:
+            await asyncio.wait(tuple(self._leaving.values()))
