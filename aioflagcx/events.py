@@ -18,6 +18,10 @@ __all__ = ["Events"]
 _logger = logging.getLogger(__name__)
 
 
+_TURN = 256
+"""Transfers finished before the event loop gets its turn: a microsecond or two each."""
+
+
 class Events:
     """Reads the native core's events whenever it signals that there are some."""
 
@@ -41,12 +45,19 @@ class Events:
 
     def _readable(self) -> None:
         landed, others = self._native.poll_events()
-        self._flights.landed(landed)
+        self._flights.landed(landed[:_TURN])
+        if len(landed) > _TURN:
+            self._loop.call_soon(self._land, landed, _TURN)
         for event in others:
             try:
                 self._dispatch(event)
             except Exception:
                 _logger.exception("cannot handle %r", event)
+
+    def _land(self, landed: list[int], start: int) -> None:
+        self._flights.landed(landed[start : start + _TURN])
+        if len(landed) > start + _TURN:
+            self._loop.call_soon(self._land, landed, start + _TURN)
 
     def _dispatch(self, event: _native.Event) -> None:
         if isinstance(event, _native.TransferEvent):

@@ -244,6 +244,9 @@ class Link:
                 self._down -= failed
                 await self._connect_next(loop.time() + self._runtime.config.connect_timeout)
                 self._recovered_at = loop.time()
+        except asyncio.CancelledError:
+            self._lose("the event loop is being shut down", farewell="shut down")
+            raise
         except AioFlagcxError as error:
             self._lose(
                 "its data path failed and could not be set up again",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from . import _native
@@ -26,6 +27,9 @@ async def post(peers: Peers, transfer: Transfer, target: Session | str) -> None:
     """
     try:
         await _post(peers, transfer, target)
+    except asyncio.CancelledError:
+        transfer._abandoned()
+        raise
     except AioFlagcxError as error:
         transfer._give_up(error)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import enum
 import operator
@@ -66,7 +67,7 @@ class Region(AnyRegion):
     Its memory's owner is kept alive until :meth:`Engine.deregister` has finished.
     """
 
-    __slots__ = ("__weakref__", "_count", "_id", "_owners", "_state", "_writable")
+    __slots__ = ("__weakref__", "_count", "_id", "_owners", "_ready", "_state", "_writable")
 
     def __init__(self, memory: Memory, access: str, name: str | None) -> None:
         self.addr = memory.addr
@@ -77,6 +78,7 @@ class Region(AnyRegion):
         self._state = RegionState.REGISTERING
         self._count = 0
         self._writable = memory.writable
+        self._ready: asyncio.Future[None] | None = None  # while it is being registered
         self._owners: dict[int, object] = {}
 
     def view(self) -> memoryview:

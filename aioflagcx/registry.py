@@ -44,7 +44,6 @@ class Registry:
         self._changed = changed
         self._by_range: dict[tuple[int, int], Region] = {}
         self._by_name: dict[str, Region] = {}
-        self._ready: dict[Region, asyncio.Future[None]] = {}
         self._draining: dict[int, Region] = {}
         self._gone: dict[Region, asyncio.Future[None]] = {}
         self._drainer: asyncio.Task[None] | None = None
@@ -73,34 +72,33 @@ class Registry:
     ) -> list[Region]:
         regions: list[Region] = []
         new: list[Region] = []
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for index, memory in enumerate(memories):
                 if index % _TURN == _TURN - 1:
                     await asyncio.sleep(0)
                 name = None if names is None else names[index]
-                region, is_new = self._reserve(locate(memory), memory, access, name)
+                region = self._reserve(locate(memory), memory, access, name)
                 regions.append(region)
-                if is_new:
+                if region._count == 1:
+                    region._ready = ready
                     new.append(region)
             if new:
                 await self._threads.run(self._register_blocking, new)
-                self._settle(new)
+                self._settle(new, ready)
             for region in regions:
-                ready = self._ready.get(region)
-                if ready is not None:  # another call is registering it
-                    await asyncio.shield(ready)
+                if region._ready is not None:  # another call is registering it
+                    await asyncio.shield(region._ready)
             if self._closed:
                 raise EngineClosed("the engine was closed during the registration")
         except BaseException:
-            self._settle(new)
+            self._settle(new, ready)
             self._unreserve(regions)
             raise
         return regions
 
-    def _reserve(
-        self, memory: Memory, given: object, access: str, name: str | None
-    ) -> tuple[Region, bool]:
-        """Count one more use of the range; the region, and whether it has to be registered."""
+    def _reserve(self, memory: Memory, given: object, access: str, name: str | None) -> Region:
+        """Count one more use of the range; with the first, the region is to be registered."""
         if self._closed:
             raise EngineClosed("the engine is closed")
         _check_name(name)
@@ -127,29 +125,28 @@ class Registry:
             self._by_range[memory.addr, memory.size] = region
             if name is not None:
                 self._by_name[name] = region
-            self._ready[region] = asyncio.get_running_loop().create_future()
-        is_new = not region._count
         region._count += 1
         # By identity: a buffer is given anew with each call, the object behind it is not.
         region._owners.setdefault(id(given), (given, memory.owner))
-        return region, is_new
+        return region
 
-    def _settle(self, regions: list[Region]) -> None:
-        """The native core has registered these or, without an id, never will; tell who waits."""
+    def _settle(self, regions: list[Region], ready: asyncio.Future[None]) -> None:
+        """The native core has registered these, or never will; tell who waits for them."""
+        if not regions or ready.done():
+            return
         for region in regions:
-            ready = self._ready.pop(region, None)
-            if ready is None:
-                continue
-            if region._id:
-                region._state = RegionState.REGISTERED
-                ready.set_result(None)
-                continue
-            region._state = RegionState.GONE
-            self._forget(region)
-            words = f"{region!r} could not be registered by the call that began it"
-            ready.set_exception(RegistrationError(words, address=region.addr))
+            region._ready = None
+            if not region._id:
+                region._state = RegionState.GONE
+                self._forget(region)
+        if regions[0]._id:
+            ready.set_result(None)
+            self._changed()
+        else:
+            ready.set_exception(
+                RegistrationError("the call that was registering the same memory failed")
+            )
             ready.exception()  # retrieved: often nobody waits
-        self._changed()
 
     def _register_blocking(self, regions: list[Region]) -> None:
         """On a native thread. Sets the ids itself, as the caller may be cancelled meanwhile."""
@@ -185,6 +182,7 @@ class Registry:
             ) from error
         for region, number in zip(regions, ids, strict=True):
             region._id = number
+            region._state = RegionState.REGISTERED
 
     def _unreserve(self, regions: list[Region]) -> None:
         """Take back one use of each; what is then unused goes in the background."""
@@ -266,6 +264,8 @@ class Registry:
             await self._idle
         if self._by_range:
             self._drain(list(self._by_range.values()))
+        elif self._draining:
+            self._drain([])
         drainer = self._drainer
         if drainer is not None:
             await asyncio.wait((drainer,), timeout=_CLOSE_TIMEOUT)

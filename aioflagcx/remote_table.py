@@ -35,9 +35,9 @@ class RemoteTable:
         await self._apply(update)
 
     async def pushed(self, update: MetadataUpdate) -> None:
-        """Take an update that the peer sent by itself."""
+        """Take an update that the peer sent by itself; asks for more if it does not fit."""
         if not await self._apply(update):
-            await self.refresh(None)
+            self._ask_soon()  # without waiting: a handler must not wait for a reply
 
     async def refresh(self, timeout: float | None) -> None:
         """Ask the peer for what it has now, at most ``timeout`` seconds.
@@ -48,10 +48,7 @@ class RemoteTable:
         Raises :class:`~aioflagcx.errors.TransferTimeout`,
         :class:`~aioflagcx.errors.PeerLost` or :class:`~aioflagcx.errors.ProtocolError`.
         """
-        if self._next is None:
-            self._next = asyncio.get_running_loop().create_task(self._ask(self._asking))
-            self._next.add_done_callback(_retrieved)
-        task = self._next
+        task = self._ask_soon()
         await asyncio.wait((task,), timeout=timeout)
         if not task.done():
             peer = self._connection.peer
@@ -59,6 +56,13 @@ class RemoteTable:
                 f"{peer} did not send its region table within {timeout} s", peer=peer
             )
         task.result()
+
+    def _ask_soon(self) -> asyncio.Task[None]:
+        """The question that has not been sent yet."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._ask(self._asking))
+            self._next.add_done_callback(_retrieved)
+        return self._next
 
     async def _ask(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:

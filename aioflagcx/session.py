@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -67,7 +68,9 @@ class Session:
         Raises :class:`~aioflagcx.errors.RemoteAddressError` when there is none in the table as
         it is known here; see :meth:`refresh`.
         """
-        record = self._link.native.find(addr, size)
+        addr, size = operator.index(addr), operator.index(size)
+        inside = 0 <= addr < 2**64 and 0 < size < 2**64
+        record = self._link.native.find(addr, size) if inside else None
         if record is None:
             raise RemoteAddressError(
                 f"{self.id} has no region that holds {addr:#x}+{size}",

@@ -297,6 +297,9 @@ class Transfer:
         notify.imm_count = task.imm_count
         try:
             await link.notify(notify)
+        except asyncio.CancelledError:
+            self._abandoned()
+            raise
         except AioFlagcxError as error:
             if isinstance(error, TransferError):
                 error.remote_quiet = True  # the data has landed
@@ -309,8 +312,18 @@ class Transfer:
         now = flights.loop.time()
         by = self._quiet_by if self._stop is not None else now + flights.drain_timeout
         assert self._link is not None
-        quiet = await self._link.fence(event.unknown_attempts, by + _FENCE_SLACK - now)
-        self._conclude(event, quiet)
+        quiet = False
+        try:
+            quiet = await self._link.fence(event.unknown_attempts, by + _FENCE_SLACK - now)
+        finally:
+            self._conclude(event, quiet)  # also when the loop is being shut down
+
+    def _abandoned(self) -> None:
+        """Its helper was cancelled, by us or by whoever shuts the loop down."""
+        if self._phase is not _DONE:
+            self._stop = Stop.CANCEL
+            self._release()
+            self._finish_stopped(True)
 
     def _conclude(self, event: _native.TransferEvent, quiet: bool) -> None:
         if self._stop is not None:
@@ -343,7 +356,7 @@ class Transfer:
     def _finish(self, status: Status, error: AioFlagcxError | None, quiet: bool) -> None:
         task = self._task
         if task is not None:
-            self._bytes_done = task.bytes_done
+            self._bytes_done = self.bytes_total if status == "done" else task.bytes_done
             self._task = None
         self._phase = _DONE
         self._status = status
