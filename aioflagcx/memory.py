@@ -43,6 +43,8 @@ def locate(memory: object) -> Memory:
         found = _from_pair(memory)
     elif (exported := _exported_buffer(memory)) is not None:
         found = _from_buffer(exported, memory)
+    elif isinstance(memory, np.ndarray):
+        found = _from_array_interface(memory)  # numpy's DLPack refuses the same element types
     elif hasattr(memory, "__dlpack__") and hasattr(memory, "__dlpack_device__"):
         found = _from_dlpack(memory)
     elif hasattr(memory, "__cuda_array_interface__"):
@@ -90,11 +92,11 @@ def _exported_buffer(memory: object) -> memoryview | None:
 
 
 def _from_buffer(buffer: memoryview, memory: object) -> Memory:
-    if buffer.nbytes and not buffer.contiguous:
+    if not _is_contiguous(buffer.shape or (), buffer.strides or (), buffer.itemsize):
         raise _not_contiguous(memory, buffer.shape, buffer.strides)
     if not buffer.nbytes:
         return Memory(0, 0, not buffer.readonly, buffer)
-    # As bytes, since numpy does not know every format; Fortran order cannot be cast.
+    # As bytes where that can be, since numpy does not know every element format.
     flat = np.frombuffer(buffer, np.uint8) if buffer.c_contiguous else np.asarray(buffer)
     return Memory(_address(flat), buffer.nbytes, not buffer.readonly, buffer)
 
