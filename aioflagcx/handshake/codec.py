@@ -201,8 +201,7 @@ class _Reader:
         """A value that holds no others."""
         if _is_array(first := self._first_byte()) or _is_map(first):
             raise ValueError("a container where a plain value belongs")
-        if _is_extension(first):
-            raise ValueError("a msgpack extension type")
+        # An extension type comes back as an object that no field accepts.
         return self._unpacker.unpack()
 
     def body(self, wanted: frozenset[str]) -> dict[str, Any]:
@@ -263,7 +262,3 @@ def _is_array(first: int) -> bool:
 
 def _is_map(first: int) -> bool:
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
-
-
-def _is_extension(first: int) -> bool:
-    return 0xC7 <= first <= 0xC9 or 0xD4 <= first <= 0xD8

@@ -32,9 +32,6 @@ logger = logging.getLogger("aioflagcx.handshake")
 
 R = TypeVar("R", bound=Message)
 
-_READ_FIRST = 0.001
-"""Seconds between a request's timeout and its failure: the resolution of uvloop's timers."""
-
 
 class ControlConnection(asyncio.Protocol):
     """A connection, made by :func:`~.client.open_connection` or :class:`~.server.HandshakeServer`.
@@ -129,7 +126,7 @@ class ControlConnection(asyncio.Protocol):
         self._pending[request_id] = reply
         timer = None
         if timeout is not None:
-            timer = self._loop.call_later(timeout, self._expire, reply)
+            timer = self._loop.call_later(timeout, _expire, reply)
         try:
             while self._drained is not None and not reply.done():
                 either: set[asyncio.Future[Any]] = {self._drained, reply}
@@ -463,15 +460,8 @@ class ControlConnection(asyncio.Protocol):
             )
         return PeerLost(f"no connection to {self._peer}: {reason}", peer=self._peer)
 
-    def _expire(self, reply: asyncio.Future[Message]) -> None:
-        """Fail a request, unless its reply has arrived while the event loop was blocked.
 
-        Timers can come before the sockets in a turn of the event loop, so the sockets get a
-        turn first.
-        """
-
-        def fail() -> None:
-            if not reply.done():
-                reply.set_exception(TimeoutError())
-
-        self._loop.call_later(_READ_FIRST, fail)
+def _expire(reply: asyncio.Future[Message]) -> None:
+    """The time of a request is over."""
+    if not reply.done():
+        reply.set_exception(TimeoutError())

@@ -194,6 +194,12 @@ def test_a_frame_that_is_none_is_an_error_and_stays_one(content: bytes) -> None:
         decoder.feed(encode(Fence(attempt=1), 1))
 
 
+def test_deep_nesting_is_refused_before_it_exhausts_the_stack() -> None:
+    body = b"\x81\xa5rails" + b"\x91" * 20_000 + b"\x90"
+    with pytest.raises(ProtocolError, match="too deeply"):
+        decode_all(framed(b"\x94\xa7connect\x01\x00" + body))
+
+
 @pytest.mark.parametrize(
     "rails",
     [

@@ -34,7 +34,7 @@ from aioflagcx.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from aioflagcx.handshake import ControlConnection
+from aioflagcx.handshake import CloseReason, ControlConnection
 from aioflagcx.handshake.authentication import Initiator, Responder
 from aioflagcx.handshake.codec import LENGTH, encode
 from aioflagcx.handshake.messages import (
@@ -390,6 +390,33 @@ def test_a_request_waits_until_the_peer_reads_but_not_beyond_its_timeout(run: Ru
             assert frame.message == Fence(attempt=3)
             peer.send(FenceReply(attempt=3), frame.request_id)
             assert (await waiting).attempt == 3
+
+    run(scenario())
+
+
+def test_drained_waits_for_the_peer_to_read_or_the_connection_to_end(run: Runner) -> None:
+    async def scenario() -> None:
+        server = RecordingHandler()
+        async with serving(server) as running, RawPeer.dial(running.port) as peer:
+            await peer.introduce()
+            connection = await server.connections.get()
+            await connection.drained()
+            for _ in range(2):
+                peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                connection.push(update(8_000_000))
+                waiting = asyncio.ensure_future(connection.drained())
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
+                await peer.receive()
+                await waiting
+            peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            connection.push(update(8_000_000))
+            waiting = asyncio.ensure_future(connection.drained())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            connection.abort(CloseReason("local", "test over"))
+            await waiting
 
     run(scenario())
 
