@@ -31,24 +31,22 @@ void RdmaContext::stop() {
     for (const auto& worker : workers_) worker->stop();
 }
 
-std::vector<std::unique_ptr<RdmaContext>> open_contexts(const EngineOptions& options,
-                                                        Stats& stats) {
-    std::vector<std::unique_ptr<RdmaContext>> contexts;
+std::vector<std::unique_ptr<verbs::Device>> open_devices(const EngineOptions& options) {
+    std::vector<std::unique_ptr<verbs::Device>> devices;
     for (const std::string& name : options.devices) {
         if (name != "soft") {
             throw NativeError("open device", 0, "no device '" + name + "'; there is: soft");
         }
         verbs::soft::SoftOptions soft;
-        soft.name = "soft" + std::to_string(contexts.size());
+        soft.name = "soft" + std::to_string(devices.size());
         soft.bind_address = options.bind_address;
         soft.advertise_address = options.advertise_address;
         soft.paths = options.soft_paths;
         soft.streams = options.soft_streams;
-        contexts.push_back(std::make_unique<RdmaContext>(verbs::soft::open_soft_device(soft),
-                                                         options, stats));
+        devices.push_back(verbs::soft::open_soft_device(soft));
     }
-    if (contexts.empty()) throw NativeError("open device", 0, "no device named");
-    return contexts;
+    if (devices.empty()) throw NativeError("open device", 0, "no device named");
+    return devices;
 }
 
 }  // namespace aioflagcx::engine

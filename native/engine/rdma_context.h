@@ -35,6 +35,6 @@ private:
 };
 
 // Opens what `options.devices` names. Throws NativeError listing what there is.
-std::vector<std::unique_ptr<RdmaContext>> open_contexts(const EngineOptions& options, Stats& stats);
+std::vector<std::unique_ptr<verbs::Device>> open_devices(const EngineOptions& options);
 
 }  // namespace aioflagcx::engine

@@ -11,6 +11,16 @@ namespace aioflagcx::engine {
 
 namespace {
 
+std::vector<std::unique_ptr<RdmaContext>> make_contexts(
+    std::vector<std::unique_ptr<verbs::Device>> devices, const EngineOptions& options,
+    Stats& stats) {
+    std::vector<std::unique_ptr<RdmaContext>> contexts;
+    for (auto& device : devices) {
+        contexts.push_back(std::make_unique<RdmaContext>(std::move(device), options, stats));
+    }
+    return contexts;
+}
+
 std::shared_ptr<LocalTable> make_table(const std::vector<std::unique_ptr<RdmaContext>>& contexts) {
     std::vector<verbs::ProtectionDomain*> domains;
     std::uint64_t max_mr_size = UINT64_MAX;
@@ -29,9 +39,10 @@ void remember(std::vector<std::weak_ptr<T>>& registry, const std::shared_ptr<T>&
 
 }  // namespace
 
-TransferEngine::TransferEngine(EngineOptions options)
+TransferEngine::TransferEngine(EngineOptions options,
+                               std::vector<std::unique_ptr<verbs::Device>> devices)
     : options_(std::move(options)),
-      contexts_(open_contexts(options_, stats_)),
+      contexts_(make_contexts(std::move(devices), options_, stats_)),
       regions_(make_table(contexts_)),
       liveness_(std::make_unique<Liveness>(options_.bind_address)) {}
 

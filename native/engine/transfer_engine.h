@@ -29,7 +29,8 @@ class Responder;
 // Lock: mutex_ guards the registries and `closed_`; held for no call into anything else.
 class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 public:
-    explicit TransferEngine(EngineOptions options);
+    // One rail per device; at least one.
+    TransferEngine(EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices);
     ~TransferEngine();
 
     void close();

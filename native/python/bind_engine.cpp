@@ -48,7 +48,8 @@ std::shared_ptr<TransferEngine> make_engine(
     options.keepalive_interval = std::chrono::duration<double>(keepalive_interval);
     options.keepalive_timeout = std::chrono::duration<double>(keepalive_timeout);
     const py::gil_scoped_release release;
-    return std::make_shared<TransferEngine>(std::move(options));
+    auto opened = engine::open_devices(options);
+    return std::make_shared<TransferEngine>(std::move(options), std::move(opened));
 }
 
 verbs::Deadline deadline_after(std::optional<double> timeout) {

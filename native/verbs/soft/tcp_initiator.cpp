@@ -24,16 +24,20 @@ TcpInitiator::TcpInitiator(const Init& init, std::vector<UniqueFd> streams) : In
 
 void TcpInitiator::pump() {
     std::size_t budget = kTurnBytes * streams_.size();
+    move(budget);
+    // What stopped for the budget has no edge to wait for.
+    if (budget == 0 && !in_error()) stream_ready();
+}
+
+void TcpInitiator::move(std::size_t& budget) {
     for (const auto& stream : streams_) {
         if (!settle(stream->send(budget))) return;
     }
-    while (queue_.may_start()) {
+    while (budget > 0 && queue_.may_start()) {
         SendStream* const stream = pick();
-        if (stream == nullptr) return;  // an edge tells when a stream takes more
-        if (budget == 0) return stream_ready();
+        if (stream == nullptr) return;  // an edge tells when one takes more
         if (!fill(*stream) || !settle(stream->send(budget))) return;
     }
-    if (budget == 0) stream_ready();
 }
 
 bool TcpInitiator::fill(SendStream& stream) {

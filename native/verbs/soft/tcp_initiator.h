@@ -24,6 +24,8 @@ class TcpInitiator final : public Initiator, public StreamOwner {
     void stream_ready() noexcept override { cq_.mark_ready(*this); }
     void receiver_not_ready(std::uint8_t min_rnr_timer) override { not_ready(min_rnr_timer); }
 
+    // Sends what is begun and begins what may start, at most `budget` bytes.
+    void move(std::size_t& budget);
     // Fills the stream's frame with what may start. False when a local error ended the QP.
     bool fill(SendStream& stream);
     // The stream that may take the next frame with the least to do, or null.

@@ -1,0 +1,146 @@
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "common/error.h"
+#include "engine/local_table.h"
+#include "engine/remote_table.h"
+#include "fake_device.h"
+
+namespace aioflagcx::engine {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::FakePd;
+using testing::Script;
+
+std::span<const std::uint8_t> bytes_of(const std::string& text) {
+    return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
+}
+
+struct Tables : ::testing::Test {
+    FakePd pd{std::make_shared<Script>()};
+    FakePd second{std::make_shared<Script>()};
+    LocalTable local{{&pd, &second}, 1000};
+
+    RemoteTable remote() { return RemoteTable(decode_table(bytes_of(local.since(0).table))); }
+    std::vector<std::uint64_t> add(std::vector<RegionSpec> specs) { return local.add(specs); }
+};
+
+TEST_F(Tables, ATableReadsBackAsWritten) {
+    add({{4096, 100, kTableAccessRead, true, "kv"}, {8192, 2500, kTableAccessWrite, true, {}}});
+    const RemoteTable table = remote();
+    ASSERT_EQ(table.data().records.size(), 2u);
+    EXPECT_EQ(table.data().devices, 2u);
+    const TableRecord* kv = table.find_name("kv");
+    ASSERT_NE(kv, nullptr);
+    EXPECT_EQ(kv->addr, 4096u);
+    EXPECT_EQ(kv->access, kTableAccessRead);
+    EXPECT_EQ(table.find_name("other"), nullptr);
+}
+
+TEST_F(Tables, ARegionLongerThanAnMrHasOneKeyPerDeviceAndChunk) {
+    add({{8192, 2500, kTableAccessWrite, true, {}}});
+    const RemoteTable table = remote();
+    const TableRecord& record = table.record(0);
+    EXPECT_EQ(record.chunks(), 3u);
+    EXPECT_EQ(table.data().keys.size(), 6u);
+    std::vector<std::uint32_t> keys;
+    for (std::uint32_t device = 0; device < 2; ++device) {
+        for (std::uint64_t chunk = 0; chunk < 3; ++chunk) {
+            keys.push_back(table.rkey(record, device, chunk));
+        }
+    }
+    EXPECT_EQ(keys, (std::vector<std::uint32_t>{1001, 1003, 1005, 1001, 1003, 1005}));
+}
+
+TEST_F(Tables, DeltasGiveTheSameTableAsTheWhole) {
+    std::mt19937_64 random(3);
+    auto known = std::make_shared<const RemoteTable>(decode_table(bytes_of(local.since(0).table)));
+    std::vector<std::uint64_t> live;
+    for (int round = 0; round < 100; ++round) {
+        for (std::uint64_t n = random() % 4; n > 0; --n) {
+            if (!live.empty() && random() % 2 == 0) {
+                const std::size_t victim = random() % live.size();
+                const std::vector<std::uint64_t> ids{live[victim]};
+                live.erase(live.begin() + static_cast<std::ptrdiff_t>(victim));
+                local.revoke(ids);
+            } else {
+                std::optional<std::string> name;
+                if (random() % 2 == 0) name = "r" + std::to_string(random());
+                live.push_back(add({{random() % 100000 + 1, 1 + random() % 3000, 3, true, name}})[0]);
+            }
+        }
+        const auto changes = local.since(known->data().generation);
+        ASSERT_FALSE(changes.full);
+        ASSERT_EQ(changes.base, known->data().generation);
+        known = known->apply(decode_table(bytes_of(changes.table)),
+                             decode_removed(bytes_of(changes.removed)));
+        const RemoteTable whole = remote();
+        ASSERT_EQ(known->data().records.size(), live.size());
+        ASSERT_EQ(whole.data().records.size(), live.size());
+        for (const TableRecord& record : whole.data().records) {
+            const std::size_t found = known->index().find(record.addr, record.size, 0);
+            ASSERT_NE(found, AddressIndex::kNone);
+        }
+    }
+}
+
+TEST_F(Tables, AGenerationOfAnotherLifeGetsTheWhole) {
+    add({{4096, 100, 3, true, {}}});
+    EXPECT_TRUE(local.since(local.generation() + 1).full);
+    EXPECT_TRUE(local.since(0).full);
+    EXPECT_FALSE(local.since(local.generation()).full);
+}
+
+TEST_F(Tables, BrokenTablesAreRefusedWhole) {
+    add({{4096, 100, 3, true, "kv"}, {8192, 2500, 3, true, {}}});
+    const std::string good = local.since(0).table;
+    for (std::size_t length = 0; length < good.size(); ++length) {
+        EXPECT_THROW(decode_table(bytes_of(good.substr(0, length))), std::invalid_argument);
+    }
+    std::mt19937_64 random(5);
+    for (int round = 0; round < 20000; ++round) {
+        std::string bad = good;
+        for (int flips = 0; flips < 3; ++flips) {
+            bad[random() % bad.size()] = static_cast<char>(random());
+        }
+        try {  // whatever is accepted must be safe to use
+            const RemoteTable table(decode_table(bytes_of(bad)));
+            for (std::size_t i = 0; i < table.data().records.size(); ++i) {
+                const TableRecord& record = table.record(i);
+                (void)table.data().name(record);
+                for (std::uint32_t device = 0; device < table.data().devices; ++device) {
+                    (void)table.rkey(record, device, record.chunks() - 1);
+                }
+            }
+        } catch (const std::invalid_argument&) {
+        }
+    }
+    EXPECT_THROW(decode_removed(bytes_of("1234567")), std::invalid_argument);
+}
+
+TEST_F(Tables, RegistrationIsRefusedForImpossibleRanges) {
+    EXPECT_THROW(add({{4096, 0, 3, true, {}}}), NativeError);
+    EXPECT_THROW(add({{UINT64_MAX, 2, 3, true, {}}}), NativeError);
+    EXPECT_EQ(local.size(), 0u);
+}
+
+TEST_F(Tables, DeregistrationWaitsForUsersAndRefusesNewOnes) {
+    const auto ids = add({{4096, 100, 3, true, {}}});
+    const auto region = local.snapshot()->regions[0];
+    ASSERT_TRUE(LocalTable::acquire(*region));
+    EXPECT_FALSE(local.remove(ids, verbs::Clock::now() + 10ms));
+    EXPECT_EQ(local.snapshot()->regions.size(), 0u);
+    EXPECT_FALSE(LocalTable::acquire(*region));
+    local.release(*region);
+    std::thread user([&] { local.release(*region); });
+    EXPECT_TRUE(local.remove(ids, verbs::Deadline::max()));
+    user.join();
+    EXPECT_TRUE(region->mrs.empty());
+    EXPECT_TRUE(local.remove(ids, verbs::Clock::now()));  // done stays done
+}
+
+}  // namespace
+}  // namespace aioflagcx::engine
