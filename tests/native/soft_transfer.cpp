@@ -263,7 +263,7 @@ TEST_P(SoftTransfer, SleepingOnTheQueuesDescriptorLosesNoCompletion) {
         for (std::uint32_t round = 0; round < kRounds; ++round) {
             const RecvWr recv{round, {}};
             receiver.post_recv({&recv, 1});
-            SendWr wr = self.request(WrOpcode::RdmaWriteWithImm, peer, 8);
+            SendWr wr = self.request(WrOpcode::RdmaWriteWithImm, peer, 8, 0, 0, 64);
             wr.imm = round;
             wr.signaled = false;
             if (serves) self.qp->post_send({&wr, 1});
