@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioflagcx.config import (
@@ -162,6 +162,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(variable: str, value: str) -
         assert repr(value) in str(caught.value)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FIELDS), st.text(max_size=12))
 def test_any_text_is_read_or_refused_by_name(field: dataclasses.Field[object], text: str) -> None:
     variable = ENVIRONMENT_PREFIX + field.name.upper()

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import settings
 from peers import Runner
+
+# How long one example takes says more about the machine's load than about the code.
+settings.register_profile("without_deadline", deadline=None)
+settings.load_profile("without_deadline")
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
