@@ -413,6 +413,8 @@ class ControlConnection(asyncio.Protocol):
 
     def _broken(self, error: ProtocolError) -> None:
         """The peer's bytes make no sense: tell it why and end."""
+        if self._reason is not None:
+            return
         self._failure = ProtocolError(error.message, peer=self._peer, cause=error.cause)
         self._write(encode(error_to_reply(error)))
         self._end(CloseReason("protocol", error.message))
