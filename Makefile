@@ -103,7 +103,7 @@ $(DONE)/test-system: $(DONE)/venv scripts/system-deps
 
 $(DONE)/package: $(DONE)/venv $(BUILD_INPUTS)
 	$(PIP) install $(BUILD_REQUIRES)
-	$(PIP) install --no-build-isolation --editable .
+	$(PIP) install --no-build-isolation --editable '.[examples]'
 	touch $@
 
 $(DONE)/test-packages: pyproject.toml | $(DONE)/package

@@ -130,9 +130,7 @@ class TransferEngine:
         """*Blocking.* For each (addr, size): 0 not mapped as a whole, 1 readable, 2 readable and
         writable, by /proc/self/maps."""
 
-    def register(
-        self, ranges: Sequence[tuple[int, int, int, bool, str | None]]
-    ) -> list[int]:
+    def register(self, ranges: Sequence[tuple[int, int, int, bool, str | None]]) -> list[int]:
         """*Blocking.* (addr, size, access bits, locally writable, name) each -> region ids. All
         or nothing; NativeError names the range."""
 

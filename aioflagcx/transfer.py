@@ -200,7 +200,8 @@ class Transfer:
 
     def __del__(self) -> None:
         if self._status in ("failed", "timed_out") and not self._observed:
-            _logger.error("nobody awaited %r, which failed: %s", self, self._error)
+            kind = type(self._error).__name__
+            _logger.error("nobody awaited %r, which ended in %s: %s", self, kind, self._error)
 
     # What the engine tells it ----------------------------------------------------------------
 

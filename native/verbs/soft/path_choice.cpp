@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
 
 #include "common/error.h"
 
@@ -9,8 +10,14 @@ namespace aioflagcx::verbs::soft {
 
 namespace {
 
-bool contains(const std::vector<std::string>& list, const char* name) {
+bool contains(const std::vector<std::string>& list, const std::string& name) {
     return std::find(list.begin(), list.end(), name) != list.end();
+}
+
+std::optional<Path> parse_path(const std::string& name) noexcept {
+    if (name == path_name(Path::Process)) return Path::Process;
+    if (name == path_name(Path::Tcp)) return Path::Tcp;
+    return std::nullopt;
 }
 
 std::string join(const std::vector<std::string>& list) {
@@ -21,11 +28,13 @@ std::string join(const std::vector<std::string>& list) {
 
 }  // namespace
 
+const char* path_name(Path path) noexcept { return path == Path::Process ? "process" : "tcp"; }
+
 std::vector<std::string> available_paths(const std::vector<std::string>& wanted) {
     std::vector<std::string> available;
     for (const std::string& path : wanted) {
-        if (path == kPathProcess || path == kPathTcp) {
-            if (!contains(available, path.c_str())) available.push_back(path);
+        if (parse_path(path)) {
+            if (!contains(available, path)) available.push_back(path);
         } else if (path != "local") {  // known, but not served by this build
             throw NativeError("open_soft_device", EINVAL, "unknown path '" + path + "'");
         }
@@ -37,13 +46,12 @@ std::vector<std::string> available_paths(const std::vector<std::string>& wanted)
     return available;
 }
 
-const char* choose_path(const SoftAttributes& initiator, const SoftAttributes& responder) {
-    for (const std::string& path : initiator.paths) {
-        if (path == kPathProcess && contains(responder.paths, kPathProcess) &&
-            initiator.process == responder.process) {
-            return kPathProcess;
-        }
-        if (path == kPathTcp && contains(responder.paths, kPathTcp)) return kPathTcp;
+Path choose_path(const SoftAttributes& initiator, const SoftAttributes& responder) {
+    for (const std::string& name : initiator.paths) {
+        const std::optional<Path> path = parse_path(name);
+        if (!path || !contains(responder.paths, name)) continue;
+        if (path == Path::Process && initiator.process != responder.process) continue;
+        return *path;
     }
     throw NativeError("accept", EPROTONOSUPPORT,
                       "no possible path in common: the initiator allows '" + join(initiator.paths) +

@@ -8,8 +8,9 @@
 
 namespace aioflagcx::verbs::soft {
 
-inline constexpr const char* kPathProcess = "process";
-inline constexpr const char* kPathTcp = "tcp";
+enum class Path { Process, Tcp };
+
+const char* path_name(Path path) noexcept;
 
 // Those of `wanted` this build can serve. Throws NativeError (EINVAL) when a name is unknown or
 // none is left.
@@ -17,6 +18,6 @@ std::vector<std::string> available_paths(const std::vector<std::string>& wanted)
 
 // The first of the initiator's preferences that the responder allows too and that is possible
 // between the two. Throws NativeError naming both lists when there is none.
-const char* choose_path(const SoftAttributes& initiator, const SoftAttributes& responder);
+Path choose_path(const SoftAttributes& initiator, const SoftAttributes& responder);
 
 }  // namespace aioflagcx::verbs::soft

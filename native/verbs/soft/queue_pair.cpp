@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "common/error.h"
-#include "verbs/soft/path_choice.h"
 #include "verbs/soft/process_initiator.h"
 #include "verbs/soft/registry.h"
 #include "verbs/soft/tcp_connect.h"
@@ -96,13 +95,13 @@ void SoftQueuePair::take_role(Role role, const char* call) {
 
 void SoftQueuePair::accept(const Attributes& remote) {
     const SoftAttributes initiator = from_map(remote);
-    const char* const chosen = choose_path(initiator, own_attributes());
+    const Path chosen = choose_path(initiator, own_attributes());
     take_role(Role::Accepting, "accept");
     const std::lock_guard lock(setup_mutex_);
     responder_->expect(initiator.token, initiator.streams);
     if (!responder_->open()) throw NativeError("accept", ECANCELED, "the QP is in ERR");
-    path_.store(chosen, std::memory_order_release);
-    if (chosen == kPathProcess) {
+    path_.store(path_name(chosen), std::memory_order_release);
+    if (chosen == Path::Process) {
         Registry::process().add(responder_);
     } else {
         core_->io.expose(responder_);
@@ -113,9 +112,11 @@ void SoftQueuePair::accept(const Attributes& remote) {
 void SoftQueuePair::connect(const Attributes& remote, Deadline deadline) {
     const SoftAttributes responder = from_map(remote);
     take_role(Role::Connecting, "connect");
+    Path path = Path::Process;
     std::unique_ptr<Initiator> initiator;
     try {
-        initiator = reach(responder, deadline);
+        path = responders_choice(responder);
+        initiator = reach(path, responder, deadline);
     } catch (...) {
         const std::lock_guard lock(setup_mutex_);
         role_ = Role::None;
@@ -126,31 +127,31 @@ void SoftQueuePair::connect(const Attributes& remote, Deadline deadline) {
         throw NativeError("connect", ECANCELED, "the QP went to ERR meanwhile");
     }
     role_ = Role::Initiator;
-    path_.store(responder.path == kPathProcess ? kPathProcess : kPathTcp,
-                std::memory_order_release);
+    path_.store(path_name(path), std::memory_order_release);
     initiator_ = std::move(initiator);
     connected_.store(initiator_.get(), std::memory_order_release);
 }
 
-std::unique_ptr<Initiator> SoftQueuePair::reach(const SoftAttributes& remote, Deadline deadline) {
+// What the responder chose, if we allow it and it is possible.
+Path SoftQueuePair::responders_choice(const SoftAttributes& responder) const {
+    SoftAttributes own = own_attributes();
+    std::erase_if(own.paths, [&](const std::string& name) { return name != responder.path; });
+    return choose_path(own, responder);
+}
+
+std::unique_ptr<Initiator> SoftQueuePair::reach(Path path, const SoftAttributes& remote,
+                                                Deadline deadline) {
     const Initiator::Init init{&send_cq_, num_, init_.max_send_wr, init_.rnr_retry, mrs_};
-    SoftAttributes offered = own_attributes();
-    offered.paths = {remote.path};  // of what we allow, the responder chose this one
-    for (const std::string& path : core_->paths) {
-        if (path != remote.path) continue;
-        if (choose_path(offered, remote) == kPathTcp) {
-            return std::make_unique<TcpInitiator>(
-                init, open_streams(SocketAddress::numeric(remote.host, remote.port), remote.token,
-                                   core_->streams, deadline));
-        }
-        auto target = Registry::process().find(remote.token);
-        if (!target || !target->claim(responder_->token())) {
-            throw NativeError("connect", ECONNREFUSED, "the peer's QP does not know this one");
-        }
-        return std::make_unique<ProcessInitiator>(init, std::move(target));
+    if (path == Path::Tcp) {
+        return std::make_unique<TcpInitiator>(
+            init, open_streams(SocketAddress::numeric(remote.host, remote.port), remote.token,
+                               core_->streams, deadline));
     }
-    throw NativeError("connect", EPROTONOSUPPORT,
-                      "the responder chose the path '" + remote.path + "'");
+    auto target = Registry::process().find(remote.token);
+    if (!target || !target->claim(responder_->token())) {
+        throw NativeError("connect", ECONNREFUSED, "the peer's QP does not know this one");
+    }
+    return std::make_unique<ProcessInitiator>(init, std::move(target));
 }
 
 std::size_t SoftQueuePair::post_send(std::span<const SendWr> requests) {

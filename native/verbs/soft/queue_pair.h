@@ -13,6 +13,7 @@
 #include "verbs/soft/initiator.h"
 #include "verbs/soft/io_thread.h"
 #include "verbs/soft/memory.h"
+#include "verbs/soft/path_choice.h"
 #include "verbs/soft/responder.h"
 #include "verbs/verbs.h"
 
@@ -52,7 +53,8 @@ class SoftQueuePair final : public QueuePair {
 
     SoftAttributes own_attributes() const;
     void take_role(Role role, const char* call);
-    std::unique_ptr<Initiator> reach(const SoftAttributes& remote, Deadline deadline);
+    Path responders_choice(const SoftAttributes& responder) const;
+    std::unique_ptr<Initiator> reach(Path path, const SoftAttributes& remote, Deadline deadline);
 
     const std::shared_ptr<DeviceCore> core_;
     const std::shared_ptr<const MrTable> mrs_;
