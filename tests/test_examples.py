@@ -1,0 +1,468 @@
+"""The examples, run as their users run them, and what they check with, on data with an error."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import safetensors.numpy
+
+import aioflagcx
+import async_server
+import kv_push
+import other_process
+import pull_weights
+from async_server import BLOCK_BYTES, BlockClient, BlockError, BlockServer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = ["kv_push.py", "async_server.py", "pull_weights.py"]
+SMALL_PUSH = ["--layers=3", "--tokens=256", "--rounds=2"]
+ENDLESS_PUSH = ["--layers=1", "--tokens=256", "--rounds=1000000"]
+SMALL_SERVICE = ["--demo", "--clients=3", "--requests=12", "--blocks=5", "--concurrency=4"]
+
+
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def figures(script: str, *arguments: str | Path) -> dict[str, Any]:
+    """What an example prints as JSON after having succeeded without a word on stderr."""
+    ended = run(script, *arguments, "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    result: dict[str, Any] = json.loads(ended.stdout)
+    assert result["verified"] is True
+    return result
+
+
+@contextlib.contextmanager
+def on_terminal(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """An example with standard error on a terminal, and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    try:
+        with subprocess.Popen(
+            [sys.executable, EXAMPLES / script, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=theirs,
+        ) as process:
+            try:
+                yield process, ours
+            finally:
+                process.kill()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    """What the terminal shows, up to ``text``."""
+    shown = b""
+    while text not in shown:
+        ready, _, _ = select.select([terminal], [], [], 60)
+        assert ready, f"{text!r} did not appear in {shown!r}"
+        shown += os.read(terminal, 4096)
+    return shown
+
+
+@contextlib.contextmanager
+def children_of(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Handles of a process's children."""
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    handles = [os.pidfd_open(int(pid)) for pid in listed.split()]
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def ends_within(handle: int, seconds: float) -> bool:
+    return bool(select.select([handle], [], [], seconds)[0])
+
+
+class TestAllExamples:
+    @pytest.mark.parametrize("script", SCRIPTS)
+    def test_help_says_what_an_example_shows(self, script: str) -> None:
+        ended = run(script, "--help")
+        assert ended.returncode == 0
+        assert f"python examples/{script}" in ended.stdout
+
+    @pytest.mark.parametrize("script", SCRIPTS)
+    def test_a_configuration_error_is_told_without_a_traceback(
+        self, script: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AIOFLAGCX_SPIN_US", "soon")
+        ended = run(script, *(["--demo"] if script == "async_server.py" else []))
+        assert ended.returncode == 1
+        assert ended.stderr.startswith(f"{script.removesuffix('.py')}: AIOFLAGCX_SPIN_US")
+
+    def test_progress_is_shown_on_a_terminal(self) -> None:
+        with on_terminal("kv_push.py", *SMALL_PUSH) as (process, terminal):
+            read_until(terminal, b"KV cache:")
+            read_until(terminal, b"100%")
+            assert process.wait(60) == 0
+
+    @pytest.mark.parametrize(
+        ("end", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    )
+    def test_no_child_outlives_the_example(self, end: signal.Signals, status: int) -> None:
+        with on_terminal("kv_push.py", *ENDLESS_PUSH) as (process, terminal):
+            read_until(terminal, b"KV cache:")
+            with children_of(process) as children:
+                assert children
+                process.send_signal(end)
+                assert process.wait(30) == status
+                assert all(ends_within(child, 30) for child in children)
+
+    def test_an_example_ends_with_an_error_when_its_child_is_killed(self) -> None:
+        with on_terminal("kv_push.py", *ENDLESS_PUSH) as (process, terminal):
+            read_until(terminal, b"KV cache:")
+            with children_of(process) as children:
+                for child in children:
+                    signal.pidfd_send_signal(child, signal.SIGKILL)
+                read_until(terminal, b"kv_push: ")
+                assert process.wait(30) == 1
+
+
+class TestKvPush:
+    def test_the_demo_pushes_and_verifies_256_mib(self) -> None:
+        result = figures("kv_push.py")
+        assert (result["bytes"], result["pieces"]) == (256 << 20, 8192)
+        assert (result["piece_bytes"], result["rounds"]) == (32 << 10, 6)
+        for name in ("first", "best"):
+            assert result[name]["gib_per_second"] == pytest.approx(
+                0.25 / result[name]["seconds"], rel=1e-6
+            )
+
+    def test_it_prints_the_figures_and_nothing_else(self) -> None:
+        ended = run("kv_push.py", *SMALL_PUSH)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        for text in ("3 layers", "3 MiB in 96 pieces", "path", "GiB/s", "verified"):
+            assert text in ended.stdout
+
+    def test_the_path_can_be_chosen(self) -> None:
+        assert figures("kv_push.py", *SMALL_PUSH, "--path=tcp")["path"] == "tcp"
+
+    def test_decode_can_be_started_through_another_command(self, tmp_path: Path) -> None:
+        trace = tmp_path / "started"
+        via = f"sh -c 'touch {trace}; exec \"$@\"' sh"
+        figures("kv_push.py", *SMALL_PUSH, f"--via={via}")
+        assert trace.exists()
+
+    def test_a_single_round_has_no_best(self) -> None:
+        assert figures("kv_push.py", *SMALL_PUSH[:2], "--rounds=1")["best"] is None
+
+    def test_tokens_that_fill_no_block_are_refused(self) -> None:
+        ended = run("kv_push.py", "--tokens=100")
+        assert ended.returncode == 2
+        assert "multiple of 16" in ended.stderr
+
+    @pytest.mark.parametrize("where", ["request", "spare"])
+    def test_one_wrong_byte_is_found(self, where: str) -> None:
+        shape = kv_push.Shape(layers=2, tokens=128)
+        cache = np.zeros(shape.pool, np.uint16)
+        table = shape.random_table(1, "decode")
+        kv_push.fill(cache, table, shape, seed=1, number=0)
+        assert kv_push.wrong_bytes(cache, table, shape, seed=1, number=0) == 0
+
+        spare = np.setdiff1d(np.arange(shape.pool[2]), table)
+        block = table[-1] if where == "request" else spare[-1]
+        cache[-1, -1, block, -1, -1, -1] ^= 0x0100
+        assert kv_push.wrong_bytes(cache, table, shape, seed=1, number=0) == 1
+
+    def test_an_earlier_round_does_not_pass_for_a_later_one(self) -> None:
+        shape = kv_push.Shape(layers=1, tokens=128)
+        cache = np.zeros(shape.pool, np.uint16)
+        table = shape.random_table(1, "decode")
+        kv_push.fill(cache, table, shape, seed=1, number=0)
+        assert kv_push.wrong_bytes(cache, table, shape, seed=1, number=1) > shape.nbytes // 2
+
+    def test_prefill_and_decode_address_the_pieces_in_the_same_order(self) -> None:
+        shape = kv_push.Shape(layers=2, tokens=64)
+        cache = np.arange(np.prod(shape.pool), dtype=np.uint16).reshape(shape.pool)
+        table = shape.random_table(1, "prefill")
+        layers = [layer.ctypes.data for layer in cache]
+        addresses = iter(shape.addresses(layers, table) - cache.ctypes.data)
+        for layer in range(2):
+            for which in range(2):
+                for block in table:
+                    piece = cache[layer, which, block].ctypes.data - cache.ctypes.data
+                    assert next(addresses) == piece
+        assert next(addresses, None) is None
+
+    def test_one_wrong_byte_makes_it_fail(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        fill = kv_push.fill
+
+        def fill_with_an_error(
+            cache: kv_push.Cache, table: kv_push.Integers, *rest: Any, **named: Any
+        ) -> None:
+            fill(cache, table, *rest, **named)
+            cache[0, 1, table[3], 2, 1, 0] ^= 1
+
+        monkeypatch.setattr(kv_push, "fill", fill_with_an_error)  # prefill runs in this process
+        assert kv_push.main([*SMALL_PUSH, "--json"]) == 1
+        result = json.loads(capsys.readouterr().out)
+        assert (result["wrong_bytes"], result["verified"]) == (2, False)  # one in each round
+        assert kv_push.main(SMALL_PUSH) == 1
+        assert "WRONG" in capsys.readouterr().out
+
+
+def parts_of(file: bytes) -> list[pull_weights.Part]:
+    return pull_weights.parts(file[: pull_weights.header_size(file[:8], len(file))], len(file))
+
+
+class TestPullWeights:
+    def test_an_installed_checkpoint_is_pulled_and_verified(self, tmp_path: Path) -> None:
+        copy = tmp_path / "copy.safetensors"
+        result = figures("pull_weights.py", "--output", copy)
+        assert result["bytes"] > 50 << 20
+        published = safetensors.numpy.load_file(result["file"])
+        pulled = safetensors.numpy.load_file(copy)
+        assert pulled.keys() == published.keys()
+        assert len(pulled) == result["tensors"]
+        for name, tensor in pulled.items():
+            np.testing.assert_array_equal(tensor, published[name])
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        tensors: dict[str, npt.NDArray[Any]] = {
+            "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
+            "nothing": np.zeros((0, 4), np.float16),
+            "scalar": np.array(7, np.uint8),
+            "odd": np.arange(13, dtype=np.int8),
+        }
+        file = tmp_path / "small.safetensors"
+        safetensors.numpy.save_file(tensors, file, metadata={"origin": "a test"})
+        return file
+
+    def test_a_given_file_is_pulled_byte_by_byte(self, checkpoint: Path, tmp_path: Path) -> None:
+        copy = tmp_path / "copy.safetensors"
+        result = figures("pull_weights.py", checkpoint, "--output", copy, "--path=tcp")
+        assert (result["tensors"], result["path"]) == (4, "tcp")
+        assert copy.read_bytes() == checkpoint.read_bytes()
+
+    def test_it_prints_the_figures_and_nothing_else(self, checkpoint: Path) -> None:
+        ended = run("pull_weights.py", checkpoint)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        for text in (str(checkpoint), "4 tensors", "GiB/s", "verified"):
+            assert text in ended.stdout
+
+    def test_one_wrong_byte_anywhere_is_found_in_its_tensor(self, checkpoint: Path) -> None:
+        data = bytearray(checkpoint.read_bytes())
+        listed = parts_of(bytes(data))
+        assert sum(part.size for part in listed) == len(data)
+        expected = pull_weights.digests(memoryview(data), listed)
+        assert pull_weights.wrong_parts(memoryview(data), listed, expected) == []
+        for part in listed:
+            if part.size:
+                data[part.offset + part.size - 1] ^= 0x80
+                assert pull_weights.wrong_parts(memoryview(data), listed, expected) == [part.name]
+                data[part.offset + part.size - 1] ^= 0x80
+
+    def test_a_tensor_too_many_or_too_few_is_found(self, checkpoint: Path) -> None:
+        data = checkpoint.read_bytes()
+        listed = parts_of(bytes(data))
+        expected = pull_weights.digests(memoryview(data), listed)
+        wrong = pull_weights.wrong_parts(memoryview(data), listed[:-1], expected)
+        assert wrong == [listed[-1].name]
+        del expected["odd"]
+        assert pull_weights.wrong_parts(memoryview(data), listed, expected) == ["odd"]
+
+    def test_one_wrong_tensor_makes_it_fail(
+        self,
+        checkpoint: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        hear = other_process.Child.hear
+
+        async def hear_of_another_matrix(self: other_process.Child) -> Any:
+            offer = await hear(self)
+            offer["sha256"]["matrix"] = offer["sha256"]["odd"]
+            return offer
+
+        monkeypatch.setattr(other_process.Child, "hear", hear_of_another_matrix)
+        copy = checkpoint.with_name("copy")
+        assert pull_weights.main([str(checkpoint), "--output", str(copy), "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["wrong"] == ["matrix"]
+        assert not copy.exists()
+        assert pull_weights.main([str(checkpoint)]) == 1
+        assert "WRONG" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"short",
+            b"\xff" * 100,
+            (2).to_bytes(8, "little") + b"[]",
+            (2).to_bytes(8, "little") + b"{}" + b"left over",
+            (7).to_bytes(8, "little") + b'{"a":1}',
+            (27).to_bytes(8, "little") + b'{"a":{"data_offsets":[1,2]}}'[:27],
+            (28).to_bytes(8, "little") + b'{"a":{"data_offsets":[1,2]}}' + b"xx",
+            (28).to_bytes(8, "little") + b'{"a":{"data_offsets":[0,3]}}' + b"xx",
+        ],
+    )
+    def test_a_file_of_another_format_is_refused(self, content: bytes, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_bytes(content)
+        ended = run("pull_weights.py", file)
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("pull_weights: ")
+        assert "Traceback" not in ended.stderr
+
+    def test_a_missing_file_is_told(self, tmp_path: Path) -> None:
+        ended = run("pull_weights.py", tmp_path / "no.safetensors")
+        assert ended.returncode == 1
+        assert "No such file" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+class TestAsyncServer:
+    def test_several_clients_get_what_they_asked_for_at_once(self) -> None:
+        result = figures("async_server.py", *SMALL_SERVICE)
+        assert (result["clients"], result["requests"], result["blocks"]) == (3, 36, 180)
+        assert result["median_seconds"] <= result["p99_seconds"] <= result["seconds"]
+
+    def test_it_prints_the_figures_and_nothing_else(self) -> None:
+        ended = run("async_server.py", *SMALL_SERVICE, "--path=tcp")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        for text in ("36 requests", "latency", "verified"):
+            assert text in ended.stdout
+
+    def test_server_and_client_run_by_hand(self) -> None:
+        with subprocess.Popen(
+            [sys.executable, EXAMPLES / "async_server.py", "--serve"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
+            try:
+                assert server.stdout is not None
+                address = json.loads(server.stdout.readline())["address"]
+                result = figures("async_server.py", "--client", address, "--requests=7")
+                assert result["requests"] == 7
+                server.terminate()
+                assert server.wait(30) == 0
+            finally:
+                server.kill()
+
+    def test_a_wrong_block_is_found(self) -> None:
+        data = np.stack([async_server.block_contents(number) for number in (4, 9)])
+        assert async_server.wrong_blocks(data, [4, 9]) == 0
+        assert async_server.wrong_blocks(data, [4, 8]) == 1
+        data[0, 17] ^= 1
+        assert async_server.wrong_blocks(data, [4, 9]) == 1
+
+    async def test_a_wrong_block_is_counted_by_the_client(self, service: Service) -> None:
+        service.data[:, 5] ^= 1
+        options = argparse.Namespace(
+            client=service.address, host="127.0.0.1", seed=1, requests=3, blocks=2, concurrency=2
+        )
+        got = await async_server.fetch_many(options, aioflagcx.Config())
+        assert (got.wrong_blocks, len(got.latencies)) == (6, 3)
+        assert async_server.summary([got], options)["verified"] is False
+
+    async def test_a_block_that_is_not_there_is_refused_and_the_client_goes_on(
+        self, service: Service
+    ) -> None:
+        async with service.client() as (client, data, addresses):
+            with pytest.raises(BlockError, match="no block 8"):
+                await client.fetch([8], addresses[:1])
+            with pytest.raises(BlockError):
+                await client.fetch([1, 2], addresses[:1])
+            with pytest.raises(BlockError, match="region"):
+                await client.fetch([1], [4096])
+            await client.fetch([3], addresses[:1])
+            np.testing.assert_array_equal(data[0], service.data[3])
+
+    async def test_addresses_may_be_reused_after_a_cancelled_fetch(self, service: Service) -> None:
+        async with service.client() as (client, data, addresses):
+            for _ in range(50):
+                first = asyncio.create_task(client.fetch([1, 2], addresses))
+                await asyncio.sleep(0)
+                first.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await first
+                data.fill(7)
+                await client.fetch([3], addresses[:1])
+                np.testing.assert_array_equal(data[0], service.data[3])
+                assert (data[1] == 7).all()
+
+    async def test_a_client_is_told_that_the_server_has_gone(self, service: Service) -> None:
+        async with service.client() as (client, _, addresses):
+            fetches = [asyncio.create_task(client.fetch([1], addresses[:1])) for _ in range(8)]
+            await asyncio.sleep(0)
+            await service.blocks.close()
+            for fetch in fetches:
+                with contextlib.suppress(ConnectionError, BlockError):
+                    await fetch
+            with pytest.raises(ConnectionError):
+                await client.fetch([1], addresses[:1])
+
+    async def test_junk_costs_a_client_its_own_connection_only(self, service: Service) -> None:
+        host, port = service.address.split(":")
+        async with service.client() as (client, data, addresses):
+            for junk in (b"junk\n", b"[]\n", b"7\n", b"{}\n", b"x" * (2 << 20) + b"\n"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                await reader.readline()
+                writer.write(junk)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+            await client.fetch([6], addresses[:1])
+            np.testing.assert_array_equal(data[0], service.data[6])
+
+
+class Service:
+    """A block server of this process, with 8 blocks."""
+
+    def __init__(self, blocks: BlockServer, data: async_server.Bytes, address: str) -> None:
+        self.blocks = blocks
+        self.data = data
+        self.address = address
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[tuple[BlockClient, async_server.Bytes, list[int]]]:
+        """A client, its memory for two blocks, and the addresses of these."""
+        host, port = self.address.split(":")
+        data = np.zeros((2, BLOCK_BYTES), np.uint8)
+        async with aioflagcx.Engine() as engine:
+            region = await engine.register(data)
+            async with BlockClient.connect(engine, host, int(port)) as client:
+                yield client, data, [region.at(0), region.at(BLOCK_BYTES)]
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    data = np.stack([async_server.block_contents(number) for number in range(8)])
+    async with aioflagcx.Engine() as engine:
+        blocks = BlockServer(engine, await engine.register(data, access="read"))
+        server = await asyncio.start_server(
+            blocks.accept, "127.0.0.1", 0, limit=async_server.MAX_LINE
+        )
+        host, port = server.sockets[0].getsockname()
+        yield Service(blocks, data, f"{host}:{port}")
+        server.close()
+        await blocks.close()
