@@ -123,7 +123,7 @@ void IoThread::expire() {
     }
     if (listen_again_ <= now) {
         listen_again_ = Deadline::max();
-        watch(listener_.get(), kListenerId, EPOLLIN);
+        set_events(listener_.get(), kListenerId, EPOLLIN);
     }
 }
 
@@ -151,8 +151,7 @@ void IoThread::accept_all() {
 }
 
 void IoThread::rest_listener() {
-    epoll_event unused{};
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), &unused);
+    set_events(listener_.get(), kListenerId, 0);
     listen_again_ = Clock::now() + kAcceptPause;
 }
 
@@ -190,12 +189,9 @@ bool IoThread::bind_stream(Hello& entry) {
     const Id id = next_id_++;
     const int fd = entry.fd.get();
     Stream stream{std::make_unique<ReceiveStream>(std::move(entry.fd), responder), EPOLLIN};
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = id;
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0) return false;
-    streams_.emplace(id, std::move(stream));
     group.ids.push_back(id);
+    streams_.emplace(id, std::move(stream));
+    set_events(fd, id, EPOLLIN);
     group.claimed.set(hello.stream);
     return true;
 }
@@ -216,12 +212,8 @@ void IoThread::stream_ready(Id id, Stream& entry, std::uint32_t events) {
 void IoThread::update_interest(Id id, Stream& entry) {
     const std::uint32_t wanted = entry.stream->interest();
     if (wanted == entry.interest) return;
-    epoll_event event{};
-    event.events = wanted;
-    event.data.u64 = id;
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, entry.stream->fd(), &event) == 0) {
-        entry.interest = wanted;
-    }
+    set_events(entry.stream->fd(), id, wanted);
+    entry.interest = wanted;
 }
 
 // The responder failed and one of its streams carries the reason. The others must not end before
@@ -230,9 +222,10 @@ void IoThread::linger(Responder& responder) {
     const auto group = groups_.find(&responder);
     if (group == groups_.end()) return;
     for (const Id id : group->second.ids) {
-        Stream& entry = streams_.at(id);
-        entry.stream->linger();
-        update_interest(id, entry);
+        const auto entry = streams_.find(id);
+        if (entry == streams_.end()) continue;
+        entry->second.stream->linger();
+        update_interest(id, entry->second);
     }
     exposed_.remove(responder.token());
     lingering_.emplace_back(Clock::now() + kLingerTime, group->second.responder);
@@ -247,6 +240,7 @@ void IoThread::close_group(Responder* responder) {
     group.responder->fail();
     for (const Id id : group.ids) {
         const auto entry = streams_.find(id);
+        if (entry == streams_.end()) continue;
         // Not left to close(): a fork()ed child may hold a copy of the descriptor, which would
         // keep the connection open and epoll talking.
         epoll_event unused{};
@@ -272,6 +266,14 @@ void IoThread::watch(int fd, Id id, std::uint32_t events) {
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
         throw NativeError("epoll_ctl", errno, "");
     }
+}
+
+// Of a descriptor that is watched: allocates nothing, so it cannot fail.
+void IoThread::set_events(int fd, Id id, std::uint32_t events) noexcept {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = id;
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 }  // namespace aioflagcx::verbs::soft

@@ -71,6 +71,7 @@ class IoThread {
     void close_group(Responder* responder);
     void close_retracted();
     void watch(int fd, Id id, std::uint32_t events);
+    void set_events(int fd, Id id, std::uint32_t events) noexcept;
 
     UniqueFd listener_;
     UniqueFd epoll_;

@@ -35,9 +35,10 @@ inline constexpr std::size_t kFrameBytes = std::size_t{1} << 20;
 // Bytes one stream may move before others get their turn (about 0.2 ms). It also bounds one
 // system call, and with it how long fence() and deregistration wait.
 inline constexpr std::size_t kTurnBytes = std::size_t{1} << 20;
-// Bytes of read data under one response header. What is left of it must still be sent, as zeros,
-// when the memory goes away in the middle, so it is not larger than it need be.
-inline constexpr std::size_t kResponseBytes = std::size_t{256} << 10;
+// Bytes of read data under one response header: a turn's worth, which moves some 5 % more than a
+// quarter of it. What is left of it must still be sent, as zeros, when the memory goes away in the
+// middle, so it is not larger than it need be.
+inline constexpr std::size_t kResponseBytes = kTurnBytes;
 // Read requests a responder's stream holds before it stops taking requests: 24 bytes each on the
 // wire, so a peer that never reads its responses costs a bounded amount of memory.
 inline constexpr std::size_t kMaxResponses = 256;

@@ -56,7 +56,7 @@ MrRef MrTable::find(std::uint32_t key) const {
     return found == entries_.end() ? nullptr : found->second;
 }
 
-MrRef MrCache::find(std::uint32_t key) {
+const MrRef& MrCache::find(std::uint32_t key) {
     MrRef& slot = slots_[(key / kKeySpread + key) % kMrCacheSlots];
     if (!slot || slot->key != key || slot->gate.state() != Gate::State::Open) {
         slot = table_->find(key);
@@ -90,7 +90,7 @@ WcStatus check_local(MrCache& cache, const SendWr& wr) {
     }
     if (wr.sge.length == 0) return WcStatus::Success;
     if (wr.sge.length > kMaxMessage) return WcStatus::LocLenErr;
-    const MrRef entry = cache.find(wr.sge.lkey);
+    const MrRef& entry = cache.find(wr.sge.lkey);
     const bool granted = entry && entry->grants(wr.sge.addr, wr.sge.length, needed);
     return granted ? WcStatus::Success : WcStatus::LocProtErr;
 }

@@ -58,8 +58,8 @@ class MrCache {
   public:
     explicit MrCache(std::shared_ptr<const MrTable> table) noexcept : table_(std::move(table)) {}
 
-    // The open entry with this key, or null.
-    MrRef find(std::uint32_t key);
+    // The open entry with this key, or null; the reference is good until the next call.
+    const MrRef& find(std::uint32_t key);
 
   private:
     std::shared_ptr<const MrTable> table_;

@@ -89,12 +89,12 @@ WcStatus ProcessInitiator::copy(const SendWr& wr, std::uint32_t remote_key,
         if (size == 0) return WcStatus::Success;
         // Looked up anew for each piece: either region may have been deregistered meanwhile.
         PinSet pins;
-        const MrRef local = mrs_.find(wr.sge.lkey);
+        const MrRef& local = mrs_.find(wr.sge.lkey);
         if (!local || !local->grants(wr.sge.addr, wr.sge.length, local_access) ||
             !pins.add(local)) {
             return WcStatus::LocProtErr;
         }
-        const MrRef remote = target_mrs_.find(remote_key);
+        const MrRef& remote = target_mrs_.find(remote_key);
         if (!remote || !remote->grants(remote_addr, wr.sge.length, remote_access) ||
             !pins.add(remote)) {
             return WcStatus::RemAccessErr;

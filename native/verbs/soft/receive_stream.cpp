@@ -147,7 +147,7 @@ WcStatus ReceiveStream::check(const wire::Request& request) {
     if (opcode == WrOpcode::Send || request.length == 0) return WcStatus::Success;
     const std::uint32_t needed =
         opcode == WrOpcode::RdmaRead ? kAccessRemoteRead : kAccessRemoteWrite;
-    const MrRef entry = mrs_.find(request.rkey);
+    const MrRef& entry = mrs_.find(request.rkey);
     const bool granted = entry && entry->grants(request.remote_addr, request.length, needed);
     return granted ? WcStatus::Success : WcStatus::RemAccessErr;
 }
@@ -170,7 +170,7 @@ ReceiveStream::Step ReceiveStream::receive_payload(std::size_t& budget) {
         if (slot.left == 0) continue;
         const std::uint32_t needed =
             opcode(slot) == WrOpcode::Send ? kAccessLocalWrite : kAccessRemoteWrite;
-        const MrRef entry = mrs_.find(slot.rkey);
+        const MrRef& entry = mrs_.find(slot.rkey);
         if (!entry || !entry->grants(slot.addr, slot.left, needed) || !pins.add(entry)) {
             lose_region(slot);
             break;
@@ -261,7 +261,7 @@ void ReceiveStream::start_send(Slot& slot) {
     } else if (slot.request.length > 0) {
         slot.rkey = sge.lkey;
         slot.addr = sge.addr;
-        const MrRef entry = mrs_.find(sge.lkey);
+        const MrRef& entry = mrs_.find(sge.lkey);
         if (!entry || !entry->grants(sge.addr, slot.request.length, kAccessLocalWrite)) {
             lose_region(slot);
         }

@@ -108,7 +108,7 @@ void ResponseWriter::plan_data(Plan& plan, PinSet& pins) {
     if (zeros_) return plan_zeros(plan);
     for (const Item& item : items_) {
         if (plan.data == chunk_left_) break;
-        const MrRef entry = mrs_.find(item.rkey);
+        const MrRef& entry = mrs_.find(item.rkey);
         if (!entry || !entry->grants(item.addr, item.left, kAccessRemoteRead) || !pins.add(entry)) {
             if (plan.data > 0) break;  // what comes before it can still go
             zeros_ = true;

@@ -70,7 +70,7 @@ std::optional<StreamFailure> SendStream::send(std::size_t& budget) {
             const SendWr& wr = frame_request(i);
             const std::size_t skip = i == frame_.cursor ? frame_.offset : 0;
             if (payload_of(wr) == skip) continue;
-            const MrRef entry = mrs_.find(wr.sge.lkey);
+            const MrRef& entry = mrs_.find(wr.sge.lkey);
             if (!entry || !entry->covers(wr.sge.addr, wr.sge.length) || !pins.add(entry)) {
                 if (count == 0) return StreamFailure{frame_.first_seq + i, WcStatus::LocProtErr, 0};
                 break;  // what comes before it can still go
@@ -156,7 +156,7 @@ std::optional<StreamFailure> SendStream::receive_once(std::size_t& budget, bool&
         position = *at + 1;
         const InFlight& read = in_flight_[*at];
         const SendWr& wr = queue_.request(read.seq);
-        const MrRef entry = mrs_.find(wr.sge.lkey);
+        const MrRef& entry = mrs_.find(wr.sge.lkey);
         if (!entry || !entry->grants(wr.sge.addr, wr.sge.length, kAccessLocalWrite) ||
             !pins.add(entry)) {
             if (count == 0) return StreamFailure{read.seq, WcStatus::LocProtErr, 0};
