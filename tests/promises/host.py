@@ -1,0 +1,127 @@
+"""An engine and memory of its own, with what tests ask of it. Runs in any process or thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import numpy as np
+from promises.measures import Bytes, until
+
+from aioflagcx import Engine, Notification, Region
+from aioflagcx.errors import AioFlagcxError
+
+
+class Host:
+    """All methods run on the engine's event loop."""
+
+    def __init__(self, engine: Engine, memory: Bytes) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.base: int = memory.ctypes.data
+        self.regions: dict[str, Region] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """What a handle of this host must know."""
+        return {
+            "pid": os.getpid(),
+            "base": self.base,
+            "session_id": self.engine.session_id,
+            "engine_id": self.engine.engine_id,
+            "rpc_port": self.engine.rpc_port,
+        }
+
+    async def register(self, name: str, offset: int, size: int, access: str = "read_write") -> None:
+        """Register a part of the memory."""
+        memory = self.memory[offset : offset + size]
+        self.regions[name] = await self.engine.register(memory, name=name, access=access)
+
+    async def register_blocks(self, count: int, size: int) -> None:
+        """Register `count` adjoining regions of `size` bytes, named "block-0" and so on."""
+        blocks = [self.memory[i * size : (i + 1) * size] for i in range(count)]
+        names = [f"block-{i}" for i in range(count)]
+        regions = await self.engine.register_many(blocks, names=names)
+        self.regions.update(zip(names, regions, strict=True))
+
+    async def deregister(self, name: str, timeout: float = 5.0) -> None:
+        await self.engine.deregister(self.regions.pop(name), timeout=timeout)
+
+    async def quiesce(self, peer: str) -> None:
+        await self.engine.quiesce(peer)
+
+    async def notifications(self, last: str) -> list[Notification]:
+        """Those that come until one is named `last`, which is not among them."""
+        seen = []
+        async for notification in self.engine.notifications():
+            if notification.name == last:
+                break
+            seen.append(notification)
+        return seen
+
+    async def notification_names(self, last: str) -> list[str]:
+        return [notification.name for notification in await self.notifications(last)]
+
+    async def block_loop(self, seconds: float) -> None:
+        """Do what a model load does to an event loop."""
+        time.sleep(seconds)  # noqa: ASYNC251
+
+    async def responders(self) -> int:
+        return self.engine.stats().responders
+
+    async def wait_responders(self, count: int) -> None:
+        """Until peers have no more than `count` sessions with this engine."""
+        await until(lambda: self.engine.stats().responders <= count)
+
+    async def cpu_time(self) -> float:
+        """Seconds of CPU that this process has used."""
+        return time.process_time()
+
+    async def write_until_refused(
+        self, peer: str, destination: int, size: int, value: int
+    ) -> tuple[int, AioFlagcxError]:
+        """Fill [destination, +size) of `peer` with `value` again and again; how often it worked
+        and what ended it. Nothing of it is under way any more."""
+        self.memory[:size] = value
+        rounds = 0
+        try:
+            while True:
+                await self.engine.write(peer, self.base, destination, size)
+                rounds += 1
+        except AioFlagcxError as error:
+            return rounds, error
+
+    async def write_without_end(
+        self, peer: str, destination: int, size: int, value: int
+    ) -> AioFlagcxError:
+        """Like write_until_refused, as one write of 1,000 times `size`: what ended it."""
+        self.memory[:size] = value
+        try:
+            await self.engine.write(
+                peer, np.full(1_000, self.base), np.full(1_000, destination), size, timeout=None
+            )
+        except AioFlagcxError as error:
+            return error
+        raise AssertionError("it was over before anything happened to it")
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def listening_ports() -> set[int]:
+    """TCP ports at which this process listens, whatever they are for."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
+    ports = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as lines:
+            for line in list(lines)[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and rest[5] in inodes:  # TCP_LISTEN
+                    ports.add(int(local.rpartition(":")[2], 16))
+    return ports
