@@ -234,10 +234,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges of this moment."""
-        assembly = self._assembly()
-        return Stats.collect(
-            assembly.runtime.native.stats(), len(assembly.runtime.flights.active), self._queue
-        )
+        return Stats.collect(self._assembly().runtime, self._queue)
 
     # Transfers -------------------------------------------------------------------------------
 

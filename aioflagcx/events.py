@@ -32,9 +32,9 @@ class Events:
         self._native = native
         self._flights = flights
         self.links: dict[int, Link] = {}
-        """By the id of the native session."""
+        """Sessions not freed yet, by the id of the native session."""
         self.guests: dict[int, Guest] = {}
-        """By the id of the native responder."""
+        """Responders not freed yet, by the id of the native responder."""
         self._fd = native.event_fd
         loop.add_reader(self._fd, self._readable)
 

@@ -39,7 +39,8 @@ does not become a busy loop between two engines."""
 class Link:
     """A connected session; made by :meth:`open`.
 
-    The handler of its control connection, and told by :class:`~aioflagcx.events.Events`.
+    Told what happens to it by its control connection and by
+    :class:`~aioflagcx.events.Events`.
     """
 
     native: _native.Session
@@ -91,13 +92,13 @@ class Link:
             secret=runtime.config.auth_secret,
             limits=runtime.limits,
             timeout=timeout,
-            handler=link,
+            handler=_Inbox(link),
         )
         link._begin(connection)
         try:
             await link._establish(deadline)
         except BaseException as error:
-            link._lose("no session came about", error, farewell="no session came about")
+            link._lose(f"no session came about: {error}", farewell="no session came about")
             await link.freed()
             raise
         return link
@@ -191,20 +192,14 @@ class Link:
 
     # What happens to it ----------------------------------------------------------------------
 
-    def connected(self, connection: ControlConnection) -> None:
-        """:meth:`open` goes on."""
-
-    async def handle(self, connection: ControlConnection, message: Message) -> Message | None:
-        """The peer pushed something; it has nothing to ask for on our connection."""
-        if not isinstance(message, MetadataUpdate):
-            raise HandshakeRejected(f"{message.KIND} belongs on a connection of your own")
+    async def table_pushed(self, update: MetadataUpdate) -> None:
+        """The peer's regions have changed."""
         try:
-            await self.table.pushed(message)
+            await self.table.pushed(update)
         except AioFlagcxError as error:
             _logger.warning("%s: a region table was not taken: %s", self.id, error)
-        return None
 
-    def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
+    def disconnected(self, reason: CloseReason) -> None:
         """The control connection has ended, and the session with it."""
         self._lose(str(reason))
 
@@ -250,7 +245,7 @@ class Link:
         except AioFlagcxError as error:
             self._lose(
                 "its data path failed and could not be set up again",
-                error,
+                error.with_traceback(None),  # which holds this link
                 farewell="the data path could not be set up again",
             )
         finally:
@@ -295,3 +290,27 @@ class Link:
         """End it on purpose and wait until it is gone."""
         self._lose("it was closed here", farewell=farewell)
         await self.freed()
+
+
+class _Inbox:
+    """What arrives on a link's control connection; lets go of the link at the end."""
+
+    def __init__(self, link: Link) -> None:
+        self._link: Link | None = link
+
+    def connected(self, connection: ControlConnection) -> None:
+        """:meth:`Link.open` goes on."""
+
+    async def handle(self, connection: ControlConnection, message: Message) -> Message | None:
+        """The peer pushes its table; it has nothing to ask for on our connection."""
+        if not isinstance(message, MetadataUpdate):
+            raise HandshakeRejected(f"{message.KIND} belongs on a connection of your own")
+        if self._link is not None:
+            await self._link.table_pushed(message)
+        return None
+
+    def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
+        """The session ends with its control connection."""
+        if self._link is not None:
+            self._link.disconnected(reason)
+            self._link = None

@@ -84,13 +84,13 @@ class Peers:
         loop = self._runtime.loop
         limit = _NO_LIMIT if timeout is None else timeout
         deadline = loop.time() + limit
+        left = limit
         while True:
             if self._closed:
                 raise EngineClosed("the engine is closed", peer=key)
             session = self.live.get(key)
             if session is not None:
                 return session
-            left = deadline - loop.time()
             connecting = self._connecting.get(key)
             mine = connecting is None
             if connecting is None:
@@ -107,11 +107,12 @@ class Peers:
                     connecting.task.cancel()  # the last one who wanted it has given up
                     self._connecting.pop(key, None)
             task = connecting.task
+            left = deadline - loop.time()
             if not task.done():
                 raise ConnectTimeout(f"no session with {key} within {limit:g} s", peer=key)
             if task.cancelled():
                 raise EngineClosed("the engine was closed while connecting", peer=key)
-            if not mine and isinstance(task.exception(), ConnectTimeout):
+            if left > 0 and not mine and isinstance(task.exception(), ConnectTimeout):
                 continue  # its caller had less time than we have left
             return task.result()
 

@@ -164,9 +164,10 @@ class Guest:
             self._runtime.events.guests.pop(responder.id, None)
 
     async def dismiss(self, reason: str) -> None:
-        """:meth:`leave`, and close the connection."""
+        """Close the connection and :meth:`leave`."""
+        self._gone = True
+        self._connection.close(reason)  # first: the end of the keepalive says less
         await self.leave()
-        self._connection.close(reason)
 
 
 class Serving:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from .notifications import NotificationQueue
+from .runtime import Runtime
 
 __all__ = ["Stats"]
 
@@ -60,10 +60,10 @@ class Stats:
     """Gauge: regions registered."""
 
     sessions: int
-    """Gauge: sessions that we opened."""
+    """Gauge: sessions that we opened and that have not been freed."""
 
     responders: int
-    """Gauge: sessions that peers opened to us."""
+    """Gauge: sessions that peers opened to us and that have not been fenced."""
 
     notifications_queued: int
     """Gauge: notifications waiting to be consumed."""
@@ -78,14 +78,16 @@ class Stats:
     """Counter: notifications refused for want of room."""
 
     @classmethod
-    def collect(cls, native: Mapping[str, int], pending: int, queue: NotificationQueue) -> Stats:
-        """From the native core's counters, the transfers not done, and the queue."""
+    def collect(cls, runtime: Runtime, queue: NotificationQueue) -> Stats:
+        """From the native core's counters and what there is in Python."""
         others = {
-            "transfers_pending": pending,
+            "transfers_pending": len(runtime.flights.active),
+            "sessions": len(runtime.events.links),
+            "responders": len(runtime.events.guests),
             "notifications_queued": len(queue),
             "notification_bytes_queued": queue.bytes,
             "notifications_received": queue.received,
             "notifications_refused": queue.refused,
         }
-        known = {**native, **others}
+        known = {**runtime.native.stats(), **others}
         return cls(**{field.name: known[field.name] for field in dataclasses.fields(cls)})

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ MiB = 1 << 20
 
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until `condition()`: for what gives no event to wait for."""
-    while not condition():  # noqa: ASYNC110
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about within 20 s"
         await asyncio.sleep(0.001)
 
 

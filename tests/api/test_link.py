@@ -1,0 +1,226 @@
+"""Fences, the recovery of a failed data path, and what the target's owner can enforce."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from api.pair import Pair, until
+
+from aioflagcx.errors import (
+    AioFlagcxError,
+    PeerLost,
+    TransferCancelled,
+    TransferTimeout,
+)
+
+Pairs = Callable[..., Any]
+
+
+def hold(pair: Pair, kind: str) -> asyncio.Event:
+    """The peer answers no request of this kind until the event is set."""
+    assembly: Any = pair.theirs._open
+    handle = assembly.serving.handle
+    gate = asyncio.Event()
+
+    async def waiting(connection: Any, message: Any) -> Any:
+        if type(message).__name__ == kind:
+            await gate.wait()
+        return await handle(connection, message)
+
+    assembly.serving.handle = waiting
+    return gate
+
+
+def count(pair: Pair, kind: str) -> list[int]:
+    """Counts the requests of this kind that the peer gets, in the list's only item."""
+    assembly: Any = pair.theirs._open
+    handle = assembly.serving.handle
+    seen = [0]
+
+    async def counting(connection: Any, message: Any) -> Any:
+        seen[0] += type(message).__name__ == kind
+        return await handle(connection, message)
+
+    assembly.serving.handle = counting
+    return seen
+
+
+async def break_path(pair: Pair) -> None:
+    """Put the queue pairs of the peer, and so ours, into the error state."""
+    assembly: Any = pair.theirs._open
+    [guest] = assembly.serving._guests.values()
+    attempt = pair.session._link._attempt
+    await asyncio.to_thread(guest._responder.fence, attempt)
+
+
+@pytest.fixture
+def aborted(pair: Pair) -> Callable[[], Any]:
+    """Makes a transfer that was aborted with slices posted."""
+
+    async def abort(**options: Any) -> Any:
+        transfer = pair.submit_long(**options)
+        await until(lambda: transfer.bytes_done)
+        assert transfer._task is not None
+        transfer.cancel()
+        if not transfer.done() and transfer._task is not None:
+            transfer._task.abort()
+        return transfer
+
+    return abort
+
+
+# The initiator -----------------------------------------------------------------------------------
+
+
+async def test_a_failed_path_is_set_up_again_without_anyone_noticing(pair: Pair) -> None:
+    writes = [pair.write() for _ in range(50)]
+    running = asyncio.gather(*writes)
+    await break_path(pair)
+    assert await running == [4096] * 50
+    assert await asyncio.gather(*(pair.write() for _ in range(50))) == [4096] * 50
+    assert pair.session.alive
+
+
+async def test_data_is_right_although_the_path_fails_again_and_again(pairs: Pairs) -> None:
+    pair: Pair = await pairs(size=8 << 20, retry_count=255)
+    for value in range(3):
+        pair.src[:] = value + 1
+        write = asyncio.ensure_future(pair.write(pair.local.size))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await break_path(pair)
+        assert await write == pair.local.size
+        assert (pair.dst == value + 1).all()
+
+
+async def test_one_aborted_transfer_does_not_fail_the_others(
+    pair: Pair, aborted: Callable[..., Any]
+) -> None:
+    writes = [asyncio.ensure_future(pair.write()) for _ in range(20)]
+    transfer = await aborted()
+    writes += [asyncio.ensure_future(pair.write()) for _ in range(20)]
+    assert await asyncio.gather(*writes) == [4096] * 40
+    with pytest.raises(TransferCancelled) as caught:
+        await transfer
+    assert caught.value.remote_quiet
+    assert transfer.remote_quiet
+
+
+async def test_without_the_peers_confirmation_remote_quiet_is_false_in_time(
+    pairs: Pairs,
+) -> None:
+    pair: Pair = await pairs(drain_timeout=0.2)
+    gate = hold(pair, "Fence")
+    transfer = pair.submit_long()
+    await until(lambda: transfer.bytes_done)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    transfer.cancel()
+    task = transfer._task
+    if task is not None:
+        task.abort()
+    with pytest.raises(TransferCancelled) as caught:
+        await transfer
+    assert loop.time() - started < 0.2 + 0.5
+    if not caught.value.remote_quiet:  # there were slices of unknown outcome
+        assert "did not confirm" in str(caught.value)
+        assert not transfer.remote_quiet
+    gate.set()
+    assert await pair.write() == 4096
+
+
+async def test_each_attempt_is_fenced_once(pair: Pair) -> None:
+    fences = count(pair, "Fence")
+    transfers = [pair.submit_long() for _ in range(8)]
+    await until(lambda: all(transfer.bytes_done for transfer in transfers))
+    tasks = [transfer._task for transfer in transfers]
+    for transfer in transfers:
+        transfer.cancel()
+    for task in tasks:
+        if task is not None:
+            task.abort()
+    for transfer in transfers:
+        with pytest.raises(TransferCancelled):
+            await transfer
+    await pair.write()
+    attempts = pair.session._link._attempt
+    assert fences[0] == attempts - 1
+
+
+async def test_slices_stay_parked_while_the_fence_is_unanswered(pair: Pair) -> None:
+    gate = hold(pair, "Fence")
+    await break_path(pair)
+    transfer = pair.ours.submit_write(pair.session, pair.local, pair.remote, 64)
+    await until(lambda: pair.ours.stats().endpoints_failed)
+    assert not transfer.done()
+    with pytest.raises(TransferTimeout):
+        await pair.write(timeout=0.1)
+    assert not transfer.done()
+    gate.set()
+    assert await transfer == 64
+
+
+async def test_a_peer_that_refuses_the_next_attempt_is_lost(pair: Pair) -> None:
+    assembly: Any = pair.theirs._open
+
+    async def refuse(connection: Any, message: Any) -> Any:
+        raise AioFlagcxError("no more")
+
+    await break_path(pair)
+    assembly.serving.handle = refuse
+    with pytest.raises(PeerLost, match=r"could not be set up again|did not fence"):
+        await pair.write()
+    assert not pair.session.alive
+    del assembly.serving.handle
+    assert await pair.ours.write(pair.session, pair.local, pair.remote, 64) == 64
+
+
+# The target --------------------------------------------------------------------------------------
+
+
+async def test_quiesce_fences_a_peer(pair: Pair) -> None:
+    for name in (pair.ours.session_id, pair.ours.engine_id):
+        transfer = pair.submit_long()
+        await until(lambda transfer=transfer: transfer.bytes_done)
+        await pair.theirs.quiesce(name)
+        before = pair.dst.copy()
+        pair.dst[:] = 0xA5  # the owner uses its memory again
+        with pytest.raises(PeerLost, match="quiesced"):
+            await transfer
+        assert (pair.dst == 0xA5).all()
+        assert not pair.session.alive
+        assert await pair.write() == 4096  # its next call connects afresh
+        pair.dst[:] = before
+        pair.session = await pair.ours.connect(pair.theirs.session_id)
+
+
+async def test_quiesce_of_nobody(pair: Pair) -> None:
+    await pair.theirs.quiesce("127.0.0.1:1")
+    await pair.theirs.quiesce("")
+    assert pair.session.alive
+    assert await pair.write() == 4096
+
+
+async def test_a_session_that_ends_is_fenced_by_the_target(pair: Pair) -> None:
+    assert pair.theirs.stats().responders == 1
+    await pair.session.close()
+    await until(lambda: not pair.theirs.stats().responders)
+
+
+async def test_nothing_arrives_after_a_cancelled_write_is_quiet(pair: Pair) -> None:
+    for _ in range(10):
+        pair.src[:] = 1
+        transfer = pair.submit_long()
+        await until(lambda transfer=transfer: transfer.bytes_done)
+        transfer.cancel()
+        with pytest.raises(TransferCancelled) as caught:
+            await transfer
+        assert caught.value.remote_quiet
+        pair.src[:] = 2
+        pair.dst[:] = 3
+        assert await pair.ours.read(pair.session, pair.local, pair.remote, 8) == 8
+        assert (np.asarray(pair.dst) == 3).all()
