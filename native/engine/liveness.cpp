@@ -91,6 +91,7 @@ void Liveness::stop() {
     if (!thread_.joinable()) return;
     command([this] { stopping_ = true; });
     thread_.join();
+    listener_.reset();  // resets what nobody accepted: those peers must not wait for their timeout
     links_.clear();
     expected_.clear();
 }

@@ -1,0 +1,238 @@
+// Two whole engines on the soft device, by both of its paths: what the Python layer does with them,
+// done by threads, so that the sanitizers see every lock and every lifetime.
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "common/error.h"
+#include "engine/responder.h"
+#include "engine/session.h"
+#include "engine/transfer_engine.h"
+
+namespace aioflagcx::engine {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::size_t kBytes = 8 << 20;
+
+struct Side {
+    explicit Side(const std::string& path) {
+        EngineOptions options;
+        options.devices = {"soft"};
+        options.bind_address = options.advertise_address = "127.0.0.1";
+        options.soft_paths = {path};
+        options.retry_count = 1000;
+        engine = std::make_shared<TransferEngine>(options, open_devices(options));
+        ids = engine->regions()->add(
+            std::vector<RegionSpec>{{addr(), memory.size(), 3, true, "memory"}});
+    }
+    std::uint64_t addr() const { return reinterpret_cast<std::uint64_t>(memory.data()); }
+
+    std::vector<std::uint8_t> memory = std::vector<std::uint8_t>(kBytes);
+    std::shared_ptr<TransferEngine> engine;
+    std::vector<std::uint64_t> ids;
+};
+
+struct SoftEngines : ::testing::TestWithParam<const char*> {
+    Side initiator{GetParam()};
+    Side target{GetParam()};
+    std::shared_ptr<Session> session = initiator.engine->create_session("target");
+    std::shared_ptr<Responder> responder =
+        target.engine->create_responder("initiator", Liveness::Seconds(1000));
+    std::uint64_t attempt = 0;
+    std::set<std::uint64_t> done;
+    std::vector<TransferEvent> failed;
+
+    void SetUp() override {
+        const std::string table = target.engine->regions()->since(0).table;
+        session->update_table(true, 0, target.engine->regions()->generation(),
+                              {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()},
+                              {});
+        connect();
+        session->watch("127.0.0.1", target.engine->liveness().port(),
+                       {responder->keepalive_token().begin(), responder->keepalive_token().end()});
+    }
+    void TearDown() override {
+        session->close();
+        responder->close();
+        initiator.engine->close();
+        target.engine->close();
+    }
+    void connect() {
+        ++attempt;
+        const auto offer = session->prepare(attempt);
+        const auto reply = responder->accept(attempt, offer);
+        EXPECT_EQ(session->establish(attempt, reply, verbs::Clock::now() + 20s), GetParam());
+    }
+    std::shared_ptr<TransferTask> submit(Op op, std::uint64_t id, std::uint64_t from,
+                                         std::uint64_t to, std::uint64_t length) {
+        const std::uint64_t local = initiator.addr() + from;
+        const std::uint64_t remote = target.addr() + to;
+        Request request(initiator.engine->regions(), op, {&local, 1, false}, {&remote, 1, false},
+                        {&length, 1, false});
+        return session->submit(request, id, 0);
+    }
+    // One batch of events, as the event loop takes them; recovers what is down.
+    void turn() {
+        pollfd fd{initiator.engine->ring().fd(), POLLIN, 0};
+        if (::poll(&fd, 1, 20'000) != 1) throw std::runtime_error("no event came");
+        take_events();
+    }
+    // Until `bytes` of it have moved, or all.
+    void wait_bytes(const TransferTask& task, std::uint64_t bytes) {
+        while (task.bytes_done.load() < std::min(bytes, task.bytes_total)) {
+            take_events();
+            std::this_thread::yield();
+        }
+    }
+    void take_events() {
+        auto [ids, events] = initiator.engine->ring().drain();
+        done.insert(ids.begin(), ids.end());
+        for (Event& event : events) {
+            if (auto* transfer = std::get_if<TransferEvent>(&event)) failed.push_back(*transfer);
+            if (auto* down = std::get_if<EndpointDown>(&event)) {
+                responder->fence(down->attempt);
+                session->fenced(down->attempt);
+                connect();
+            }
+        }
+    }
+};
+
+TEST_P(SoftEngines, EveryByteArrivesBothWays) {
+    std::iota(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{3});
+    submit(Op::Write, 1, 0, 0, kBytes);
+    while (!done.contains(1)) turn();
+    EXPECT_EQ(initiator.memory, target.memory);
+    std::fill(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{0});
+    submit(Op::Read, 2, 0, 0, kBytes);
+    while (!done.contains(2)) turn();
+    EXPECT_EQ(initiator.memory, target.memory);
+}
+
+TEST_P(SoftEngines, ImmediatesReachTheResponder) {
+    const std::uint64_t local = initiator.addr(), remote = target.addr(), length = 100;
+    Request request(initiator.engine->regions(), Op::Write, {&local, 1, false},
+                    {&remote, 1, false}, {&length, 1, false});
+    const auto task = session->submit(request, 1, 42);
+    while (!done.contains(1)) turn();
+    if (!responder->expect(42, task->imm_count.load())) {
+        pollfd fd{target.engine->ring().fd(), POLLIN, 0};
+        ASSERT_EQ(::poll(&fd, 1, 20'000), 1);
+        const auto events = target.engine->ring().drain().second;
+        ASSERT_EQ(std::get<Immediates>(events.at(0)).imm, 42u);
+    }
+    EXPECT_FALSE(responder->expect(42, 1));  // taken once
+}
+
+// Stopped at random moments; whatever is reported ended must be quiet here and, once fenced, there.
+TEST_P(SoftEngines, StoppedTransfersAreQuietAndOthersSurvive) {
+    std::mt19937 random(11);
+    std::uint64_t id = 0;
+    for (int round = 0; round < 40; ++round) {
+        std::fill(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{1});
+        const auto victim = submit(Op::Write, ++id, 0, 0, kBytes / 2);
+        const std::uint64_t victim_id = id;
+        const auto survivor = submit(Op::Write, ++id, kBytes / 2, kBytes / 2, kBytes / 4);
+        const std::uint64_t until = random() % (kBytes / 2);
+        wait_bytes(*victim, until);
+        session->abort(victim);
+        failed.clear();
+        while (!done.contains(victim_id) && failed.empty()) turn();
+        if (!failed.empty()) {
+            ASSERT_EQ(failed[0].id, victim_id);
+            ASSERT_EQ(failed[0].status, TaskStatus::Cancelled);
+            for (const std::uint64_t unknown : failed[0].unknown_attempts) {
+                responder->fence(unknown);
+                session->fenced(unknown);
+            }
+        }
+        // Ended and fenced: the source may change, the destination must not.
+        std::fill(initiator.memory.begin(), initiator.memory.begin() + kBytes / 2,
+                  std::uint8_t{0xEE});
+        std::fill(target.memory.begin(), target.memory.begin() + kBytes / 2, std::uint8_t{7});
+        while (!done.contains(id)) turn();
+        ASSERT_TRUE(std::all_of(target.memory.begin(), target.memory.begin() + kBytes / 2,
+                                [](std::uint8_t byte) { return byte == 7; }));
+        ASSERT_TRUE(std::all_of(target.memory.begin() + kBytes / 2,
+                                target.memory.begin() + kBytes / 4 * 3,
+                                [](std::uint8_t byte) { return byte == 1; }));
+    }
+}
+
+TEST_P(SoftEngines, AResponderFencedUnderLoadIsTransparent) {
+    std::iota(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{5});
+    for (std::uint64_t id = 1; id <= 20; ++id) {
+        std::fill(target.memory.begin(), target.memory.end(), std::uint8_t{0});
+        const auto task = submit(Op::Write, id, 0, 0, kBytes);
+        wait_bytes(*task, kBytes / 4);
+        responder->fence(attempt);
+        while (!done.contains(id)) turn();
+        ASSERT_EQ(initiator.memory, target.memory);
+    }
+}
+
+TEST_P(SoftEngines, NothingArrivesAfterDeregistration) {
+    std::fill(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{1});
+    for (std::uint64_t id = 1; id <= 8; ++id) submit(Op::Write, id, 0, 0, kBytes);
+    while (done.empty()) turn();
+    ASSERT_TRUE(target.engine->regions()->remove(target.ids, verbs::Clock::now() + 20s));
+    std::fill(target.memory.begin(), target.memory.end(), std::uint8_t{9});
+    while (done.size() + failed.size() < 8) turn();
+    EXPECT_TRUE(std::all_of(target.memory.begin(), target.memory.end(),
+                            [](std::uint8_t byte) { return byte == 9; }));
+    for (const TransferEvent& event : failed) EXPECT_EQ(event.status, TaskStatus::RemoteAccess);
+}
+
+TEST_P(SoftEngines, ManyThreadsMaySubmitCancelAndAbort) {
+    std::atomic<std::uint64_t> next{1};
+    std::atomic<int> running{3};
+    constexpr std::uint64_t kEach = 100;
+    std::vector<std::thread> threads;
+    for (unsigned seed = 0; seed < 3; ++seed) {
+        threads.emplace_back([&, seed] {
+            std::mt19937 random(seed);
+            for (std::uint64_t i = 0; i < kEach; ++i) {
+                const std::uint64_t length = 1 + random() % (kBytes / 8);
+                const std::uint64_t offset = random() % (kBytes - length);
+                const Op op = random() % 2 == 0 ? Op::Write : Op::Read;
+                const auto task = submit(op, next.fetch_add(1), offset, offset, length);
+                if (random() % 4 == 0) session->cancel(*task);
+                if (random() % 16 == 0) session->abort(task);
+            }
+            --running;
+        });
+    }
+    while (running.load() != 0 || done.size() + failed.size() < 3 * kEach) turn();
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(done.size() + failed.size(), 3 * kEach);
+    EXPECT_EQ(initiator.engine->stats().transfers_inflight.load(), 0u);
+    EXPECT_EQ(initiator.engine->stats().bytes_inflight.load(), 0u);
+}
+
+TEST_P(SoftEngines, TheTargetsEndIsSeenAndEverythingEnds) {
+    for (std::uint64_t id = 1; id <= 4; ++id) submit(Op::Write, id, 0, 0, kBytes);
+    target.engine->close();
+    bool lost = false;
+    while (!lost) {
+        pollfd fd{initiator.engine->ring().fd(), POLLIN, 0};
+        ASSERT_EQ(::poll(&fd, 1, 20'000), 1);
+        auto [ids, events] = initiator.engine->ring().drain();
+        done.insert(ids.begin(), ids.end());
+        for (const Event& event : events) lost |= std::holds_alternative<KeepaliveLost>(event);
+    }
+    session->fail();
+    while (done.size() + failed.size() < 4) turn();
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, SoftEngines, ::testing::Values("process", "tcp"));
+
+}  // namespace
+}  // namespace aioflagcx::engine
