@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
 import pty
 import select
+import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -33,6 +36,7 @@ from async_server import BLOCK_BYTES, BlockClient, BlockError, BlockServer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = ["kv_push.py", "async_server.py", "pull_weights.py"]
+HOSTS = ["192.0.2.1", "192.0.2.2"]  # reserved for documentation and tests
 SMALL_PUSH = ["--layers=3", "--tokens=256", "--rounds=2"]
 ENDLESS_PUSH = ["--layers=1", "--tokens=256", "--rounds=1000000"]
 SMALL_SERVICE = ["--demo", "--clients=3", "--requests=12", "--blocks=5", "--concurrency=4"]
@@ -97,6 +101,29 @@ def children_of(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 def ends_within(handle: int, seconds: float) -> bool:
     return bool(select.select([handle], [], [], seconds)[0])
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[list[str], list[str]]]:
+    """Two hosts, with the addresses HOSTS: what to put before a command to run it there."""
+    ip = shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+
+    def configure(*words: str) -> None:
+        subprocess.run([ip, *words], check=True)
+
+    names = [f"aioflagcx-{os.getpid()}-{end}" for end in "ab"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            configure("netns", "add", name)
+            stack.callback(configure, "netns", "del", name)
+        peer = ["peer", "name", "eth0", "netns", names[1]]
+        configure("link", "add", "eth0", "netns", names[0], "type", "veth", *peer)
+        for name, address in zip(names, HOSTS, strict=True):
+            configure("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            configure("-n", name, "link", "set", "eth0", "up")
+        yield ([ip, "netns", "exec", names[0]], [ip, "netns", "exec", names[1]])
 
 
 class TestAllExamples:
@@ -167,6 +194,23 @@ class TestKvPush:
         via = f"sh -c 'touch {trace}; exec \"$@\"' sh"
         figures("kv_push.py", *SMALL_PUSH, f"--via={via}")
         assert trace.exists()
+
+    @pytest.mark.netns
+    def test_prefill_and_decode_on_two_hosts(self, two_hosts: tuple[list[str], list[str]]) -> None:
+        here, there = two_hosts
+        command = [*here, sys.executable, str(EXAMPLES / "kv_push.py"), *SMALL_PUSH, "--json"]
+        command += [f"--host={HOSTS[0]}", f"--decode-host={HOSTS[1]}", f"--via={shlex.join(there)}"]
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        result = json.loads(ended.stdout)
+        assert result["verified"] is True
+        assert result["session"].startswith(HOSTS[1])
 
     def test_a_single_round_has_no_best(self) -> None:
         assert figures("kv_push.py", *SMALL_PUSH[:2], "--rounds=1")["best"] is None
@@ -387,7 +431,7 @@ class TestAsyncServer:
     async def test_a_block_that_is_not_there_is_refused_and_the_client_goes_on(
         self, service: Service
     ) -> None:
-        async with service.client() as (client, data, addresses):
+        async with client_of(service.address) as (client, data, addresses):
             with pytest.raises(BlockError, match="no block 8"):
                 await client.fetch([8], addresses[:1])
             with pytest.raises(BlockError):
@@ -398,7 +442,7 @@ class TestAsyncServer:
             np.testing.assert_array_equal(data[0], service.data[3])
 
     async def test_addresses_may_be_reused_after_a_cancelled_fetch(self, service: Service) -> None:
-        async with service.client() as (client, data, addresses):
+        async with client_of(service.address) as (client, data, addresses):
             for _ in range(50):
                 first = asyncio.create_task(client.fetch([1, 2], addresses))
                 await asyncio.sleep(0)
@@ -410,20 +454,40 @@ class TestAsyncServer:
                 np.testing.assert_array_equal(data[0], service.data[3])
                 assert (data[1] == 7).all()
 
-    async def test_a_client_is_told_that_the_server_has_gone(self, service: Service) -> None:
-        async with service.client() as (client, _, addresses):
-            fetches = [asyncio.create_task(client.fetch([1], addresses[:1])) for _ in range(8)]
-            await asyncio.sleep(0)
-            await service.blocks.close()
-            for fetch in fetches:
-                with contextlib.suppress(ConnectionError, BlockError):
-                    await fetch
+    async def test_a_client_is_told_that_the_server_has_gone(self) -> None:
+        async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async_server.send(writer, {"engine": "an engine", "blocks": 8})
+            await reader.readline()
+            writer.close()
+
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        async with client_of(address_of(server)) as (client, _, addresses):
             with pytest.raises(ConnectionError):
                 await client.fetch([1], addresses[:1])
+            with pytest.raises(ConnectionError):
+                await client.fetch([1], addresses[:1])
+        server.close()
+
+    async def test_the_server_lets_go_of_the_memory_of_a_client_that_has_gone(
+        self, service: Service, silent_peer: SilentPeer
+    ) -> None:
+        _, writer = await ask(service, silent_peer)
+        writer.close()
+        await asyncio.wait_for(service.blocks.close(), 10)
+
+    async def test_a_cancelled_request_is_answered_once_it_is_quiet(
+        self, service: Service, silent_peer: SilentPeer
+    ) -> None:
+        reader, writer = await ask(service, silent_peer)
+        async_server.send(writer, {"cancel": 1})
+        reply = json.loads(await asyncio.wait_for(reader.readline(), 10))
+        assert (reply["id"], reply["quiet"]) == (1, True)
+        assert "cancelled" in reply["error"]
+        writer.close()
 
     async def test_junk_costs_a_client_its_own_connection_only(self, service: Service) -> None:
         host, port = service.address.split(":")
-        async with service.client() as (client, data, addresses):
+        async with client_of(service.address) as (client, data, addresses):
             for junk in (b"junk\n", b"[]\n", b"7\n", b"{}\n", b"x" * (2 << 20) + b"\n"):
                 reader, writer = await asyncio.open_connection(host, int(port))
                 await reader.readline()
@@ -435,34 +499,78 @@ class TestAsyncServer:
             np.testing.assert_array_equal(data[0], service.data[6])
 
 
+@dataclasses.dataclass
 class Service:
     """A block server of this process, with 8 blocks."""
 
-    def __init__(self, blocks: BlockServer, data: async_server.Bytes, address: str) -> None:
-        self.blocks = blocks
-        self.data = data
-        self.address = address
-
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[tuple[BlockClient, async_server.Bytes, list[int]]]:
-        """A client, its memory for two blocks, and the addresses of these."""
-        host, port = self.address.split(":")
-        data = np.zeros((2, BLOCK_BYTES), np.uint8)
-        async with aioflagcx.Engine() as engine:
-            region = await engine.register(data)
-            async with BlockClient.connect(engine, host, int(port)) as client:
-                yield client, data, [region.at(0), region.at(BLOCK_BYTES)]
+    blocks: BlockServer
+    data: async_server.Bytes
+    address: str
 
 
 @pytest.fixture
 async def service() -> AsyncIterator[Service]:
     data = np.stack([async_server.block_contents(number) for number in range(8)])
-    async with aioflagcx.Engine() as engine:
+    config = aioflagcx.Config(connect_timeout=100, transfer_timeout=100)
+    async with aioflagcx.Engine(config=config) as engine:
         blocks = BlockServer(engine, await engine.register(data, access="read"))
-        server = await asyncio.start_server(
-            blocks.accept, "127.0.0.1", 0, limit=async_server.MAX_LINE
-        )
-        host, port = server.sockets[0].getsockname()
-        yield Service(blocks, data, f"{host}:{port}")
+        limit = async_server.MAX_LINE
+        server = await asyncio.start_server(blocks.accept, "127.0.0.1", 0, limit=limit)
+        yield Service(blocks, data, address_of(server))
         server.close()
         await blocks.close()
+
+
+def address_of(server: asyncio.Server) -> str:
+    host, port = server.sockets[0].getsockname()
+    return f"{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    address: str,
+) -> AsyncIterator[tuple[BlockClient, async_server.Bytes, list[int]]]:
+    """A client of a block server, its memory for two blocks, and the addresses of these."""
+    host, port = address.split(":")
+    data = np.zeros((2, BLOCK_BYTES), np.uint8)
+    async with aioflagcx.Engine() as engine:
+        region = await engine.register(data)
+        async with BlockClient.connect(engine, host, int(port)) as client:
+            yield client, data, [region.at(0), region.at(BLOCK_BYTES)]
+
+
+@dataclasses.dataclass
+class SilentPeer:
+    """Where engines connect to and get no answer."""
+
+    session_id: str
+    reached: asyncio.Event
+
+
+@pytest.fixture
+async def silent_peer() -> AsyncIterator[SilentPeer]:
+    reached = asyncio.Event()
+    writers = []
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        reached.set()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    yield SilentPeer(address_of(server), reached)
+    server.close()
+    for writer in writers:
+        writer.close()
+
+
+async def ask(
+    service: Service, peer: SilentPeer
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a block was asked for that will not be delivered."""
+    host, port = service.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    await reader.readline()
+    request = {"id": 1, "session": peer.session_id, "blocks": [1], "addresses": [4096]}
+    async_server.send(writer, request)
+    await peer.reached.wait()
+    return reader, writer
