@@ -25,11 +25,14 @@ PASSES = {"process": 16, "tcp": 4}
 """As in test_quiet_source.py."""
 
 
+@pytest.mark.parametrize("drain_timeout", [1.0, 0.001], ids=["drained", "in-a-hurry"])
 @pytest.mark.parametrize("by_timeout", [True, False], ids=["timeout", "cancel"])
 async def test_memory_that_was_reported_quiet_does_not_change_any_more(
-    lab: Lab, by_timeout: bool
+    lab: Lab, by_timeout: bool, drain_timeout: float
 ) -> None:
-    engine, peer = await lab.engine(), await lab.peer(ROUNDS * PART)
+    """In a hurry, posted slices are not waited for, so that the peer has to fence them."""
+    engine = await lab.engine(drain_timeout=drain_timeout)
+    peer = await lab.peer(ROUNDS * PART)
     region = await engine.register(np.full(PART, VALUE, np.uint8))
     session = await lab.connect(engine, peer)
     loop = asyncio.get_running_loop()
@@ -161,3 +164,23 @@ async def test_an_engine_fences_a_lost_peer_by_itself(lab: Lab) -> None:
     writer.resume()
     assert isinstance(await stream, PeerLost)
     assert (memory == FILL).all(), "bytes arrived from a peer that had been given up"
+
+
+@pytest.mark.arrangements("tcp-processes")
+async def test_an_engine_whose_loop_is_blocked_fences_a_lost_peer_all_the_same(lab: Lab) -> None:
+    size = 16 * MiB
+    config = {"keepalive_interval": 0.2, "keepalive_timeout": 1.0}
+    owner: ChildPeer = await lab.peer(size, **config)
+    writer: ChildPeer = await lab.peer(size, **config)
+    stream = writer.start_call(Host.write_without_end, owner.session_id, owner.at(0), size, VALUE)
+    await until(lambda: owner.memory[-1] == VALUE)
+    blocked = owner.start_call(Host.block_loop, 4.0)
+    writer.stop()
+    await asyncio.sleep(2.0)  # nothing tells when the owner gives the writer up
+    owner.memory[:] = FILL
+    writer.resume()
+    assert isinstance(await stream, PeerLost)
+    assert not blocked.done()
+    assert (owner.memory == FILL).all(), "bytes arrived from a peer that had been given up"
+    await blocked
+    assert (owner.memory == FILL).all(), "bytes arrived from a peer that had been given up"
