@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/error.h"
 #include "engine/transfer_queue.h"
 
 namespace aioflagcx::engine {
@@ -35,15 +36,15 @@ verbs::SendWr Lane::request_for(const Slice& slice, std::uint32_t slot) const {
     const TableRecord& region = *slice.piece->remote_region;
     wr.opcode = task.op == Op::Write ? verbs::WrOpcode::RdmaWrite : verbs::WrOpcode::RdmaRead;
     wr.remote_addr = slice.remote;
-    wr.rkey = task.remote->rkey(region, remote_device_,
-                                (slice.remote - region.addr) / region.chunk_size);
+    wr.rkey =
+        task.remote->rkey(region, remote_device_, (slice.remote - region.addr) / region.chunk_size);
     wr.sge = {slice.local, slice.length,
               slice.piece->local_region->mr(local_device_, slice.local).lkey()};
     return wr;
 }
 
 bool Lane::serve() {
-    if (killed_ || free_.empty()) return false;
+    if (killed_ || failed_ || free_.empty()) return false;
     const bool idle = inflight_bytes_ == 0;
     const std::uint64_t room = limits_.max_inflight_bytes > inflight_bytes_
                                    ? limits_.max_inflight_bytes - inflight_bytes_
@@ -55,38 +56,70 @@ bool Lane::serve() {
     for (std::size_t i = 0; i < taken_.size(); ++i) {
         requests_.push_back(request_for(taken_[i], free_[free_.size() - 1 - i]));
     }
-    const std::size_t posted = qp_->post_send(requests_);
+    std::size_t posted = taken_.size();  // also when nobody knows
+    try {
+        posted = qp_->post_send(requests_);
+    } catch (const NativeError&) {
+        unusable_ = true;
+    }
     for (std::size_t i = 0; i < posted; ++i) {
         inflight_bytes_ += taken_[i].length;
         slots_[free_.back()] = std::move(taken_[i]);
         free_.pop_back();
     }
+    if (unusable_) {
+        verbs::WorkCompletion wc;
+        wc.status = verbs::WcStatus::GeneralErr;
+        fail(wc);
+        return false;
+    }
     if (posted < taken_.size()) queue_.give_back(*this, taken_, posted);
-    return posted != 0;
+    // Nothing outstanding, so no completion will wake it: the CQ is full of others' completions.
+    const bool stuck = posted == 0 && free_.size() == slots_.size();
+    return posted != 0 || stuck;
 }
 
 void Lane::on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) {
+    // A flush that nobody here asked for is a failure too: the queue pair takes no more.
+    if (wc.status != verbs::WcStatus::Success && !killed_) fail(wc);
+    end_slot(slot, wc);
+    check_flushed();
+}
+
+void Lane::end_slot(std::uint32_t slot, const verbs::WorkCompletion& wc) {
     Slice slice = std::move(slots_[slot]);
     slots_[slot] = {};
     free_.push_back(slot);
     inflight_bytes_ -= slice.length;
-    const bool error = wc.status != verbs::WcStatus::Success;
-    if (error && wc.status != verbs::WcStatus::WrFlushErr && !std::exchange(failed_, true)) {
-        hooks_.failed(*this, wc);
-    }
     queue_.completed(*this, std::move(slice), wc);
-    check_flushed();
+}
+
+void Lane::fail(const verbs::WorkCompletion& wc) {
+    if (!std::exchange(failed_, true)) hooks_.failed(*this, wc);
 }
 
 void Lane::kill() {
     if (std::exchange(killed_, true)) return;
-    qp_->to_error();
+    try {
+        if (!unusable_) qp_->to_error();
+    } catch (const NativeError&) {
+        unusable_ = true;
+    }
+    if (unusable_) {
+        qp_.reset();  // its completions go with it
+        verbs::WorkCompletion wc;
+        wc.status = verbs::WcStatus::WrFlushErr;
+        for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {
+            if (slots_[slot].task) end_slot(slot, wc);
+        }
+    }
     check_flushed();
 }
 
-bool Lane::holds(const TransferTask& task) const {
-    return std::any_of(slots_.begin(), slots_.end(),
-                       [&](const Slice& slice) { return slice.task.get() == &task; });
+void Lane::abort(const TransferTask& task) {
+    const bool holds = std::any_of(slots_.begin(), slots_.end(),
+                                   [&](const Slice& slice) { return slice.task.get() == &task; });
+    if (holds) hooks_.aborted(*this);
 }
 
 void Lane::check_flushed() {

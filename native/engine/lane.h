@@ -17,17 +17,18 @@ namespace aioflagcx::engine {
 class TransferQueue;
 
 struct LaneLimits {
-    std::uint32_t max_wr = 0;              // send queue depth
+    std::uint32_t max_wr = 0;  // send queue depth
     std::uint64_t max_inflight_bytes = 0;
-    std::uint32_t batch = 0;               // requests posted per round
+    std::uint32_t batch = 0;  // requests posted per round
 };
 
 // Belongs to its worker's thread, except where noted.
 class Lane final : public CompletionSink, public std::enable_shared_from_this<Lane> {
-public:
+  public:
     // How the owner (Session) hears of it; called on the worker's thread.
     struct Hooks {
         std::function<void(Lane&, const verbs::WorkCompletion&)> failed;  // first real error
+        std::function<void(Lane&)> aborted;  // a task whose slices it holds is to end
         std::function<void(Lane&)> flushed;  // killed, and nothing is posted any more
     };
 
@@ -47,7 +48,9 @@ public:
 
     // Worker's thread. The queue pair goes to ERR; `flushed` follows once it is empty.
     void kill();
-    bool holds(const TransferTask& task) const;
+    // `aborted` follows if slices of `task` are posted. As long as any are, `flushed` is to come,
+    // and its owner is there.
+    void abort(const TransferTask& task);
 
     void on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) override;
     bool serve() override;
@@ -55,8 +58,10 @@ public:
     // Tasks whose immediate goes out on this lane; guarded by the TransferQueue's mutex.
     std::deque<std::shared_ptr<TransferTask>> imms;
 
-private:
+  private:
     verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;
+    void end_slot(std::uint32_t slot, const verbs::WorkCompletion& wc);
+    void fail(const verbs::WorkCompletion& wc);
     void check_flushed();
 
     Worker& worker_;
@@ -69,13 +74,14 @@ private:
     std::unique_ptr<verbs::QueuePair> qp_;
     Hooks hooks_;
 
-    std::vector<Slice> slots_;          // posted, by the lower half of wr_id
-    std::vector<std::uint32_t> free_;   // slots
-    std::vector<Slice> taken_;          // scratch of serve()
+    std::vector<Slice> slots_;         // posted, by the lower half of wr_id
+    std::vector<std::uint32_t> free_;  // slots
+    std::vector<Slice> taken_;         // scratch of serve()
     std::vector<verbs::SendWr> requests_;
     std::uint64_t inflight_bytes_ = 0;
     bool killed_ = false;
     bool failed_ = false;
+    bool unusable_ = false;  // a call on the queue pair failed: it is destroyed instead of flushed
 };
 
 }  // namespace aioflagcx::engine

@@ -13,8 +13,9 @@ LocalTable::LocalTable(std::vector<verbs::ProtectionDomain*> domains, std::uint6
 
 std::shared_ptr<LocalRegion> LocalTable::build(const RegionSpec& spec) const {
     if (spec.size == 0 || spec.addr + (spec.size - 1) < spec.addr) {
-        throw NativeError("register", 0, "bad range: address " + std::to_string(spec.addr) +
-                                             ", size " + std::to_string(spec.size));
+        throw NativeError("register", 0,
+                          "bad range: address " + std::to_string(spec.addr) + ", size " +
+                              std::to_string(spec.size));
     }
     auto region = std::make_shared<LocalRegion>();
     region->spec = spec;
@@ -74,25 +75,45 @@ void LocalTable::revoke(std::span<const std::uint64_t> ids) {
 bool LocalTable::remove(std::span<const std::uint64_t> ids, verbs::Deadline deadline) {
     revoke(ids);
     bool all = true;
+    std::unique_lock lock(mutex_);
     for (const std::uint64_t id : ids) {
-        std::shared_ptr<LocalRegion> region;
-        {
-            std::unique_lock lock(mutex_);
-            const auto found = revoked_.find(id);
-            if (found == revoked_.end()) continue;
-            region = found->second;
-            const auto unused = [&] { return region->users.load() == 0; };
-            if (deadline == verbs::Deadline::max()) {
-                unused_.wait(lock, unused);
-            } else if (!unused_.wait_until(lock, deadline, unused)) {
-                all = false;
-                continue;
-            }
-            if (revoked_.erase(id) == 0) continue;  // another caller was first
+        const auto found = revoked_.find(id);
+        if (found == revoked_.end()) continue;
+        const std::shared_ptr<LocalRegion> region = found->second;
+        const auto ready = [&] {
+            return !revoked_.contains(id) || (region->users.load() == 0 && !region->freeing);
+        };
+        if (deadline == verbs::Deadline::max()) {
+            unused_.wait(lock, ready);
+        } else if (!unused_.wait_until(lock, deadline, ready)) {
+            all = false;
+            continue;
         }
-        region->mrs.clear();  // waits until no peer is inside
+        if (revoked_.contains(id)) free_region(lock, *region);
     }
     return all;
+}
+
+void LocalTable::close() {
+    revoke(ids());
+    std::unique_lock lock(mutex_);
+    while (!revoked_.empty()) {
+        const std::shared_ptr<LocalRegion> region = revoked_.begin()->second;
+        if (region->freeing) {
+            unused_.wait(lock);
+        } else {
+            free_region(lock, *region);
+        }
+    }
+}
+
+void LocalTable::free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region) {
+    region.freeing = true;
+    lock.unlock();
+    region.mrs.clear();  // waits until no peer is inside
+    lock.lock();
+    revoked_.erase(region.id);
+    unused_.notify_all();
 }
 
 std::shared_ptr<const LocalTable::Snapshot> LocalTable::snapshot() {
@@ -104,7 +125,8 @@ std::shared_ptr<const LocalTable::Snapshot> LocalTable::snapshot() {
         fresh->regions.reserve(live_.size());
         for (const auto& [id, region] : live_) {
             const std::uint32_t writable = region->spec.local_writable ? kLocalWritable : 0;
-            ranges.push_back({region->spec.addr, region->spec.size, region->spec.access | writable});
+            ranges.push_back(
+                {region->spec.addr, region->spec.size, region->spec.access | writable});
             fresh->regions.push_back(region);
         }
         fresh->index = AddressIndex(std::move(ranges));
@@ -154,7 +176,8 @@ LocalTable::Changes LocalTable::since(std::uint64_t generation) {
     }
     changes.table = encode_table(data);
     if (changes.full) return changes;
-    for (auto it = removals_.rbegin(); it != removals_.rend() && it->generation > generation; ++it) {
+    for (auto it = removals_.rbegin(); it != removals_.rend() && it->generation > generation;
+         ++it) {
         if (it->added > generation) continue;  // the peer has never heard of it
         changes.removed.append(reinterpret_cast<const char*>(&it->id), sizeof it->id);
     }

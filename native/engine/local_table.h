@@ -35,8 +35,9 @@ struct LocalRegion {
     std::uint64_t id = 0;
     RegionSpec spec;
     std::uint64_t chunk_size = 0;
-    std::uint64_t added = 0;                                       // generation
-    std::vector<std::unique_ptr<verbs::MemoryRegion>> mrs;         // device-major x chunk
+    std::uint64_t added = 0;                                // generation
+    std::vector<std::unique_ptr<verbs::MemoryRegion>> mrs;  // device-major x chunk
+    bool freeing = false;  // somebody is at it; guarded by the table's mutex
 
     // Transfers of ours that hold slices in this region. A user increments, then reads `revoked`
     // and steps back when it is set; deregistration sets `revoked`, then waits for zero. Both
@@ -53,7 +54,7 @@ struct LocalRegion {
 // Lock: mutex_ guards every member below it; a leaf, except that registration and deregistration
 // call into devices without holding it.
 class LocalTable {
-public:
+  public:
     // What lookups work on: never changes once made.
     struct Snapshot {
         AddressIndex index;
@@ -69,7 +70,12 @@ public:
     void revoke(std::span<const std::uint64_t> ids);
 
     // revoke(), wait for users, then free the MRs. False at the deadline; call again to go on.
+    // True means freed, also when another call is doing that.
     bool remove(std::span<const std::uint64_t> ids, verbs::Deadline deadline);
+
+    // Frees every MR. To be called when nothing is or will be posted: requests that were never
+    // submitted may still be users.
+    void close();
 
     std::shared_ptr<const Snapshot> snapshot();
 
@@ -90,7 +96,8 @@ public:
     std::optional<TableRecord> find(std::uint64_t id, std::string* name);
     std::vector<std::uint64_t> ids();
 
-private:
+  private:
+    void free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region);
     std::shared_ptr<LocalRegion> build(const RegionSpec& spec) const;
     void append_record(TableData& data, const LocalRegion& region) const;
 
@@ -98,17 +105,17 @@ private:
     const std::uint64_t max_mr_size_;
 
     std::mutex mutex_;
-    std::condition_variable unused_;  // some revoked region lost its last user
-    std::map<std::uint64_t, std::shared_ptr<LocalRegion>> live_;      // told to peers; by id
-    std::map<std::uint64_t, std::shared_ptr<LocalRegion>> revoked_;   // not yet freed; by id
-    std::shared_ptr<const Snapshot> snapshot_;                        // null: to be rebuilt
+    std::condition_variable unused_;  // some revoked region lost its last user, or was freed
+    std::map<std::uint64_t, std::shared_ptr<LocalRegion>> live_;     // told to peers; by id
+    std::map<std::uint64_t, std::shared_ptr<LocalRegion>> revoked_;  // not yet freed; by id
+    std::shared_ptr<const Snapshot> snapshot_;                       // null: to be rebuilt
     struct Removal {
         std::uint64_t generation;
         std::uint64_t id;
         std::uint64_t added;
     };
-    std::deque<Removal> removals_;      // newest last
-    std::uint64_t oldest_base_ = 1;     // deltas can be made from this generation on
+    std::deque<Removal> removals_;   // newest last
+    std::uint64_t oldest_base_ = 1;  // deltas can be made from this generation on
     std::uint64_t generation_ = 1;
     std::uint64_t next_id_ = 1;
 };

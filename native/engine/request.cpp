@@ -27,8 +27,9 @@ std::uint64_t value_at(const IntArray& array, std::size_t i, const char* what) {
 
 void check_end(const char* what, std::size_t i, std::uint64_t addr, std::uint64_t length) {
     if (length != 0 && addr + (length - 1) < addr) {
-        refuse(what, i, "plus its length passes 2**64: " + std::to_string(addr) + " + " +
-                            std::to_string(length));
+        refuse(what, i,
+               "plus its length passes 2**64: " + std::to_string(addr) + " + " +
+                   std::to_string(length));
     }
 }
 
@@ -44,9 +45,8 @@ AddressMiss::AddressMiss(bool remote_side, std::size_t at, std::uint64_t addr, s
       length(len) {}
 
 bool RegionUses::add(const std::shared_ptr<LocalRegion>& region) {
-    const bool live = LocalTable::acquire(*region);
-    regions_.push_back(region);
-    return live;
+    regions_.push_back(region);  // first: it may throw
+    return LocalTable::acquire(*region);
 }
 
 void RegionUses::release() noexcept {
@@ -103,6 +103,7 @@ void Request::find_local() {
 }
 
 std::vector<Piece> Request::resolve(const RemoteTable& remote) const {
+    if (spent_) throw std::invalid_argument("the request has been submitted or released");
     std::vector<Piece> pieces;
     pieces.reserve(raw_.size());
     const std::uint32_t need = op_ == Op::Write ? kTableAccessWrite : kTableAccessRead;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/local_table.h"
@@ -24,7 +25,7 @@ struct IntArray {
 
 // A piece that lies in no single region that grants the access.
 class AddressMiss : public std::runtime_error {
-public:
+  public:
     AddressMiss(bool remote, std::size_t index, std::uint64_t address, std::uint64_t length);
 
     bool remote;
@@ -44,10 +45,14 @@ struct Piece {
 
 // The regions a transfer uses, counted in LocalRegion::users until release().
 class RegionUses {
-public:
+  public:
     explicit RegionUses(std::shared_ptr<LocalTable> table) : table_(std::move(table)) {}
     RegionUses(RegionUses&&) noexcept = default;
-    RegionUses& operator=(RegionUses&&) = delete;
+    RegionUses& operator=(RegionUses&& other) noexcept {
+        std::swap(table_, other.table_);
+        std::swap(regions_, other.regions_);
+        return *this;
+    }
     RegionUses(const RegionUses&) = delete;
     RegionUses& operator=(const RegionUses&) = delete;
     ~RegionUses() { release(); }
@@ -56,13 +61,13 @@ public:
     bool add(const std::shared_ptr<LocalRegion>& region);
     void release() noexcept;
 
-private:
+  private:
     std::shared_ptr<LocalTable> table_;
     std::vector<std::shared_ptr<LocalRegion>> regions_;
 };
 
 class Request {
-public:
+  public:
     // `lens` may have one element, which then holds for all pieces. Throws std::invalid_argument
     // or AddressMiss, both naming the index.
     Request(std::shared_ptr<LocalTable> table, Op op, IntArray local, IntArray remote,
@@ -73,14 +78,26 @@ public:
     std::size_t pieces() const noexcept { return raw_.size(); }
 
     // Neighbours that continue each other on both sides and lie in the same pair of regions are
-    // merged. Throws AddressMiss; the request stays usable.
+    // merged. Throws AddressMiss; the request stays usable. Throws std::invalid_argument when it is
+    // spent: nothing keeps its regions any more.
     std::vector<Piece> resolve(const RemoteTable& remote) const;
 
     // The transfer takes the uses over; the request is then spent.
-    RegionUses take_uses() { return std::move(uses_); }
-    void release() noexcept { uses_.release(); }
+    RegionUses take_uses() {
+        spent_ = true;
+        return std::move(uses_);
+    }
+    // The transfer did not come about.
+    void return_uses(RegionUses uses) noexcept {
+        uses_ = std::move(uses);
+        spent_ = false;
+    }
+    void release() noexcept {
+        spent_ = true;
+        uses_.release();
+    }
 
-private:
+  private:
     struct RawPiece {
         std::uint64_t local;
         std::uint64_t remote;
@@ -96,6 +113,7 @@ private:
     std::vector<RawPiece> raw_;
     std::uint64_t bytes_total_ = 0;
     RegionUses uses_;
+    bool spent_ = false;
 };
 
 }  // namespace aioflagcx::engine

@@ -24,7 +24,8 @@ KeepaliveToken random_token() {
 
 std::uint64_t rail_of(const verbs::Attributes& attributes) {
     const auto found = attributes.find("rail");
-    const auto* rail = found == attributes.end() ? nullptr : std::get_if<std::uint64_t>(&found->second);
+    const auto* rail =
+        found == attributes.end() ? nullptr : std::get_if<std::uint64_t>(&found->second);
     if (rail == nullptr) throw NativeError("accept", EPROTO, "a queue pair names no rail");
     return *rail;
 }
@@ -39,7 +40,11 @@ void ReceiveSink::post_receives(std::uint32_t count) {
 
 void ReceiveSink::on_completion(std::uint32_t, const verbs::WorkCompletion& wc) {
     if (wc.status != verbs::WcStatus::Success) return;  // flushed: the queue pair is done
-    post_receives(1);
+    try {
+        post_receives(1);
+    } catch (const NativeError&) {
+        return;  // the initiator's next immediate finds no receive, and its queue pair fails
+    }
     if (!wc.with_imm) return;
     if (const auto responder = responder_.lock()) responder->on_immediate(wc.imm);
 }
@@ -88,14 +93,14 @@ Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::At
     try {
         accepted.sink->post_receives(kReceiveDepth);  // before the initiator can send anything
         accepted.qp->accept(remote);
+        *local = accepted.qp->local_attributes();
+        (*local)["rail"] = rail;
+        (*local)["device"] = std::uint64_t{device};
+        path_ = accepted.qp->path();
     } catch (...) {
         release({accepted});
         throw;
     }
-    *local = accepted.qp->local_attributes();
-    (*local)["rail"] = rail;
-    (*local)["device"] = std::uint64_t{device};
-    path_ = accepted.qp->path();
     return accepted;
 }
 
@@ -105,15 +110,21 @@ std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
     for (const verbs::Attributes& attributes : remote) rails.push_back(rail_of(attributes));
     const std::size_t limit = engine_->contexts().size() * kMaxQpsPerRail;
     if (rails.empty() || rails.size() > limit) {
-        throw NativeError("accept", EPROTO, std::to_string(rails.size()) +
-                                                " queue pairs asked for, 1 to " +
-                                                std::to_string(limit) + " are possible");
+        throw NativeError("accept", EPROTO,
+                          std::to_string(rails.size()) + " queue pairs asked for, 1 to " +
+                              std::to_string(limit) + " are possible");
     }
     fence_if([&](const Accepted& old) {
         return std::find(rails.begin(), rails.end(), old.rail) != rails.end();
     });
     const std::lock_guard lock(mutex_);
     if (closed_) throw NativeError("accept", 0, "connection of " + peer_ + " is closed");
+    if (accepted_.size() + rails.size() > limit) {
+        throw NativeError("accept", EPROTO,
+                          std::to_string(accepted_.size()) +
+                              " queue pairs are connected, no more than " + std::to_string(limit) +
+                              " are possible");
+    }
     std::vector<Accepted> fresh;
     std::vector<verbs::Attributes> reply(remote.size());
     try {

@@ -12,7 +12,8 @@ namespace {
 
 std::uint32_t device_of(const verbs::Attributes& attributes, std::uint32_t devices) {
     const auto found = attributes.find("device");
-    const auto* value = found == attributes.end() ? nullptr : std::get_if<std::uint64_t>(&found->second);
+    const auto* value =
+        found == attributes.end() ? nullptr : std::get_if<std::uint64_t>(&found->second);
     if (value == nullptr || *value >= devices) {
         throw NativeError("establish", EPROTO, "the reply names no device of the peer's MR table");
     }
@@ -82,8 +83,9 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
     {
         const std::lock_guard lock(mutex_);
         if (attempt != prepared_attempt_) {
-            throw NativeError("establish", ESTALE, "attempt " + std::to_string(attempt) +
-                                                       " is not the one prepared last");
+            throw NativeError(
+                "establish", ESTALE,
+                "attempt " + std::to_string(attempt) + " is not the one prepared last");
         }
         prepared.swap(prepared_);
     }
@@ -105,9 +107,9 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
             prepared[i].qp->connect(remote[i], deadline);
             path = prepared[i].qp->path();
             const std::uint32_t local_device = endpoints_[prepared[i].endpoint].device;
-            lanes.push_back(std::make_shared<Lane>(
-                *prepared[i].worker, queue_, limits, local_device, remote_device, attempt,
-                engine_->contexts()[local_device]->name()));
+            lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits,
+                                                   local_device, remote_device, attempt,
+                                                   engine_->contexts()[local_device]->name()));
         }
     } catch (...) {
         destroy(std::move(prepared));
@@ -127,6 +129,7 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
         endpoint.lanes.push_back(lanes[i]);
         lanes[i]->set_queue_pair(std::move(prepared[i].qp));
         lanes[i]->set_hooks({[this](Lane& lane, const auto& wc) { lane_failed(lane, wc); },
+                             [this](Lane& lane) { lane_aborted(lane); },
                              [this](Lane& lane) { lane_flushed(lane); }});
         lanes[i]->worker().add(lanes[i]);
     }
@@ -171,9 +174,15 @@ bool Session::update_table(bool full, std::uint64_t base, std::uint64_t generati
     const std::vector<std::uint64_t> gone = decode_removed(removed);
     for (;;) {
         const std::shared_ptr<const RemoteTable> before = this->table();
+        // Lanes and transfers index keys by device.
+        const std::uint32_t devices = before->data().devices;
+        if (devices != 0 && data.devices != devices) {
+            throw std::invalid_argument("MR table: " + std::to_string(data.devices) +
+                                        " devices, there were " + std::to_string(devices));
+        }
         if (!full && before->data().generation != base) return false;
-        const auto after = full ? std::make_shared<const RemoteTable>(data)
-                                : before->apply(data, gone);
+        const auto after =
+            full ? std::make_shared<const RemoteTable>(data) : before->apply(data, gone);
         const std::lock_guard lock(mutex_);
         if (table_ != before) continue;  // another update came first
         if (after->data().generation >= table_->data().generation) table_ = after;
@@ -186,9 +195,7 @@ std::shared_ptr<const RemoteTable> Session::table() {
     return table_;
 }
 
-std::uint64_t Session::generation() {
-    return table()->data().generation;
-}
+std::uint64_t Session::generation() { return table()->data().generation; }
 
 std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id,
                                               std::uint32_t imm) {
@@ -197,6 +204,7 @@ std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id
     auto task = std::make_shared<TransferTask>(id, request.op(), imm, std::move(pieces),
                                                request.take_uses(), remote, request.bytes_total());
     if (!queue_.submit(task)) {
+        request.return_uses(std::move(task->uses));
         throw NativeError("submit", 0, "session to " + peer_ + " is lost");
     }
     return task;
@@ -212,10 +220,8 @@ void Session::abort(const std::shared_ptr<TransferTask>& task) {
         }
     }
     for (const auto& lane : lanes) {
-        lane->worker().run([weak = weak_from_this(), lane, task] {
-            if (!lane->holds(*task)) return;
-            if (const auto self = weak.lock()) self->abort_lane(*lane);
-        });
+        // Not with a reference to the session: its end waits for this thread.
+        lane->worker().run([lane, task] { lane->abort(*task); });
     }
 }
 
@@ -228,7 +234,7 @@ Endpoint* Session::endpoint_of(const Lane& lane) {
     return nullptr;
 }
 
-void Session::abort_lane(Lane& lane) {
+void Session::lane_aborted(Lane& lane) {
     const std::lock_guard lock(mutex_);
     if (Endpoint* endpoint = endpoint_of(lane)) fail_endpoint(*endpoint);
 }

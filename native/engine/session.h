@@ -34,7 +34,7 @@ struct Endpoint {
 // TransferQueue's, then the leaves (Worker, EventRing, LocalTable). Lanes call back on worker
 // threads holding nothing.
 class Session : public std::enable_shared_from_this<Session> {
-public:
+  public:
     Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer);
     ~Session();  // close()
 
@@ -50,7 +50,7 @@ public:
     std::shared_ptr<const RemoteTable> table();
     std::uint64_t generation();
 
-    // The request is spent unless this throws AddressMiss.
+    // The request is spent unless this throws. std::invalid_argument if it is already.
     std::shared_ptr<TransferTask> submit(Request& request, std::uint64_t id, std::uint32_t imm);
     void cancel(TransferTask& task) { queue_.cancel(task); }
     void abort(const std::shared_ptr<TransferTask>& task);
@@ -59,7 +59,7 @@ public:
     void fail();
     void close();
 
-private:
+  private:
     struct Prepared {
         std::size_t endpoint = 0;
         Worker* worker = nullptr;
@@ -68,8 +68,8 @@ private:
 
     static void destroy(std::vector<Prepared> prepared);
     void lane_failed(Lane& lane, const verbs::WorkCompletion& wc);
+    void lane_aborted(Lane& lane);
     void lane_flushed(Lane& lane);
-    void abort_lane(Lane& lane);
     Endpoint* endpoint_of(const Lane& lane);
     void fail_endpoint(Endpoint& endpoint);
 

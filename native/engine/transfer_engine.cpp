@@ -46,9 +46,7 @@ TransferEngine::TransferEngine(EngineOptions options,
       regions_(make_table(contexts_)),
       liveness_(std::make_unique<Liveness>(options_.bind_address)) {}
 
-TransferEngine::~TransferEngine() {
-    close();
-}
+TransferEngine::~TransferEngine() { close(); }
 
 void TransferEngine::check_open() const {
     if (closed()) throw NativeError("engine", 0, "the engine is closed");
@@ -88,7 +86,7 @@ void TransferEngine::close() {
         if (const auto responder = weak.lock()) responder->close();
     }
     liveness_->stop();
-    regions_->remove(regions_->ids(), verbs::Deadline::max());
+    regions_->close();
     for (const auto& context : contexts_) context->stop();
     contexts_.clear();  // sockets and device threads end here, not when Python lets go of us
 }

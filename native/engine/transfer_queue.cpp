@@ -25,11 +25,16 @@ bool is_local_error(WcStatus status) noexcept {
 }
 
 // Bytes from `addr` to the end of the MR chunk it lies in.
-std::uint64_t chunk_left(std::uint64_t base, std::uint64_t chunk_size, std::uint64_t addr) noexcept {
+std::uint64_t chunk_left(std::uint64_t base, std::uint64_t chunk_size,
+                         std::uint64_t addr) noexcept {
     return chunk_size - (addr - base) % chunk_size;
 }
 
 }  // namespace
+
+bool Cause::transport() const noexcept {
+    return status != WcStatus::Success && !is_access_error(status) && !is_local_error(status);
+}
 
 bool TransferQueue::submit(const Task& task) {
     const std::lock_guard lock(mutex_);
@@ -60,7 +65,6 @@ Slice TransferQueue::cut(const Task& task) {
     if (!task->again.empty()) {
         Slice slice = std::move(task->again.back());
         task->again.pop_back();
-        add(stats_.slices_reposted);
         return slice;
     }
     const Piece& piece = task->pieces[task->next_piece];
@@ -126,17 +130,24 @@ void TransferQueue::give_back(Lane& lane, std::vector<Slice>& slices, std::size_
         --task->posted;
         sub(stats_.slices_posted);
         sub(stats_.bytes_inflight, slice.length);
-        if (slice.piece == nullptr) {
+        if (slice.piece != nullptr) {
+            if (!task->dropped) {
+                task->again.push_back(std::move(slice));
+                make_runnable(task);
+            }
+        } else if (attached(lane)) {
             ++task->imm_waiting;
             lane.imms.push_front(task);
-        } else if (!task->dropped) {
-            task->again.push_back(std::move(slice));
-            sub(stats_.slices_reposted);
-            make_runnable(task);
+        } else {
+            task->imm_failed = true;  // detach() has passed
         }
         maybe_finish(task);
     }
     slices.resize(from);
+    if (runnable_.empty()) return;
+    for (const auto& other : lanes_) {
+        if (other.get() != &lane) other->wake();
+    }
 }
 
 void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompletion& wc) {
@@ -176,6 +187,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, std::uint64_t
     if (slice.piece == nullptr) {
         task->imm_failed = true;
     } else {
+        add(stats_.slices_reposted);
         task->again.push_back(std::move(slice));
         make_runnable(task);
         wake_lanes();
@@ -186,6 +198,11 @@ void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
     const std::lock_guard lock(mutex_);
     lanes_.push_back(lane);
     for (const Task& task : all_tasks()) maybe_finish(task);  // immediates may wait for a lane
+}
+
+bool TransferQueue::attached(const Lane& lane) const {
+    return std::any_of(lanes_.begin(), lanes_.end(),
+                       [&](const auto& other) { return other.get() == &lane; });
 }
 
 void TransferQueue::detach(Lane& lane) {
@@ -206,7 +223,8 @@ void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
         if (std::find(task->fences.begin(), task->fences.end(), attempt) == task->fences.end()) {
             continue;
         }
-        if (++task->retries <= retry_count_) continue;
+        insert_unique(task->failed_attempts, attempt);
+        if (task->failed_attempts.size() <= retry_count_) continue;
         TransferEvent why;
         why.status = TaskStatus::RetryExceeded;
         why.cause = cause.name();
@@ -239,6 +257,7 @@ void TransferQueue::cancel(TransferTask& task) {
 void TransferQueue::lose() {
     const std::lock_guard lock(mutex_);
     lost_ = true;
+    runnable_.clear();
     for (const Task& task : all_tasks()) {
         TransferEvent why;
         why.status = TaskStatus::Lost;

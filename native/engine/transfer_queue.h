@@ -25,11 +25,7 @@ struct Cause {
     std::string rail;
 
     // The path is at fault, not one request: whoever was on it has used up a try.
-    bool transport() const noexcept {
-        return status == verbs::WcStatus::RetryExcErr || status == verbs::WcStatus::RnrRetryExcErr ||
-               status == verbs::WcStatus::RespTimeoutErr || status == verbs::WcStatus::FatalErr ||
-               status == verbs::WcStatus::GeneralErr;
-    }
+    bool transport() const noexcept;
     std::string name() const {
         return status == verbs::WcStatus::Success ? "" : verbs::wc_status_name(status);
     }
@@ -39,7 +35,7 @@ struct Cause {
 // lanes. Held while waking workers and pushing events (their locks are leaves); taken after
 // Session's mutex, never before it.
 class TransferQueue {
-public:
+  public:
     TransferQueue(EventRing& ring, Stats& stats, std::uint32_t slice_size,
                   std::uint32_t retry_count)
         : ring_(ring), stats_(stats), slice_size_(slice_size), retry_count_(retry_count) {}
@@ -59,7 +55,7 @@ public:
     void attach(const std::shared_ptr<Lane>& lane);
     void detach(Lane& lane);
 
-    // Every lane of `attempt` is flushed.
+    // An endpoint's lanes of `attempt` are flushed.
     void attempt_down(std::uint64_t attempt, const Cause& cause);
     // The peer has confirmed that `attempt` can write no more.
     void fenced(std::uint64_t attempt);
@@ -68,7 +64,7 @@ public:
     // Nothing can be transferred any more.
     void lose();
 
-private:
+  private:
     using Task = std::shared_ptr<TransferTask>;
 
     Slice cut(const Task& task);
@@ -78,6 +74,7 @@ private:
     void maybe_finish(const Task& task);
     void finish(const Task& task);
     void unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt);
+    bool attached(const Lane& lane) const;
     void wake_lanes();
     std::vector<Task> all_tasks() const;
 

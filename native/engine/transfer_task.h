@@ -26,7 +26,7 @@ struct Slice {
 
 // Everything not const or atomic is guarded by the mutex of the TransferQueue that has the task.
 class TransferTask {
-public:
+  public:
     TransferTask(std::uint64_t id_, Op op_, std::uint32_t imm_, std::vector<Piece> pieces_,
                  RegionUses uses_, std::shared_ptr<const RemoteTable> remote_,
                  std::uint64_t bytes_total_)
@@ -54,12 +54,12 @@ public:
     std::uint64_t next_offset = 0;
     std::vector<Slice> again;  // of unknown outcome, to be posted once more
 
-    std::uint32_t posted = 0;       // slices and immediates that a lane holds
-    bool queued = false;            // in the queue's ring of runnable tasks
-    bool dropped = false;           // nothing more is posted; ends when posted is 0
-    bool finished = false;          // reported
-    std::uint32_t retries = 0;      // attempts that failed under it
-    std::vector<Lane*> used;        // lanes that carried data of it; for comparison only
+    std::uint32_t posted = 0;                    // slices and immediates that a lane holds
+    bool queued = false;                         // in the queue's ring of runnable tasks
+    bool dropped = false;                        // nothing more is posted; ends when posted is 0
+    bool finished = false;                       // reported
+    std::vector<std::uint64_t> failed_attempts;  // by their path, with slices of it on them
+    std::vector<Lane*> used;  // lanes that carried data of it; for comparison only
 
     // Immediates go out when all data has completed, one per lane used.
     bool imm_started = false;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/error.h"
 #include "common/event_fd.h"
 #include "verbs/verbs.h"
 
@@ -27,12 +29,22 @@ struct Script {
     std::condition_variable changed;
     bool hold = false;                                // keep requests outstanding
     verbs::WcStatus fail = verbs::WcStatus::Success;  // status for the next request, once
+    bool refuse = false;                              // post_send() takes nothing
+    bool broken = false;                              // post_send() and to_error() throw
     std::vector<verbs::SendWr> posted;                // every request ever posted
     std::vector<FakeQp*> queue_pairs;                 // alive
 
     void set_hold(bool value) {
         const std::lock_guard lock(mutex);
         hold = value;
+    }
+    void set_refuse(bool value) {
+        const std::lock_guard lock(mutex);
+        refuse = value;
+    }
+    void set_broken(bool value) {
+        const std::lock_guard lock(mutex);
+        broken = value;
     }
     void fail_next(verbs::WcStatus status) {
         const std::lock_guard lock(mutex);
@@ -54,17 +66,17 @@ struct Script {
 };
 
 class FakeMr final : public verbs::MemoryRegion {
-public:
+  public:
     explicit FakeMr(std::uint32_t key) : key_(key) {}
     std::uint32_t lkey() const noexcept override { return key_; }
     std::uint32_t rkey() const noexcept override { return key_ + 1; }
 
-private:
+  private:
     std::uint32_t key_;
 };
 
 class FakeCq final : public verbs::CompletionQueue {
-public:
+  public:
     std::size_t poll(std::span<verbs::WorkCompletion> out) override {
         const std::lock_guard lock(mutex_);
         std::size_t count = 0;
@@ -89,7 +101,7 @@ public:
         if (armed_.load()) event_.signal();
     }
 
-private:
+  private:
     std::mutex mutex_;
     std::deque<verbs::WorkCompletion> queue_;
     std::atomic<bool> armed_{false};
@@ -97,7 +109,7 @@ private:
 };
 
 class FakeQp final : public verbs::QueuePair {
-public:
+  public:
     FakeQp(std::shared_ptr<Script> script, FakeCq* cq) : script_(std::move(script)), cq_(cq) {
         const std::lock_guard lock(script_->mutex);
         script_->queue_pairs.push_back(this);
@@ -120,6 +132,8 @@ public:
 
     std::size_t post_send(std::span<const verbs::SendWr> requests) override {
         const std::lock_guard lock(script_->mutex);
+        if (script_->broken) throw NativeError("post_send", EIO, "as the script says");
+        if (script_->refuse) return 0;
         for (const verbs::SendWr& wr : requests) {
             script_->posted.push_back(wr);
             outstanding_.push_back(wr);
@@ -138,6 +152,7 @@ public:
     void post_recv(std::span<const verbs::RecvWr>) override {}
     void to_error() override {
         const std::lock_guard lock(script_->mutex);
+        if (script_->broken) throw NativeError("to_error", EIO, "as the script says");
         flush();
     }
     void fence() override { state_ = verbs::QpState::Err; }
@@ -150,7 +165,7 @@ public:
         flush();
     }
 
-private:
+  private:
     void carry_out(const verbs::SendWr& wr) {
         if (state_ == verbs::QpState::Err) return complete(wr, verbs::WcStatus::WrFlushErr);
         void* local = reinterpret_cast<void*>(wr.sge.addr);
@@ -183,7 +198,7 @@ inline void Script::break_now(verbs::WcStatus status) {
 }
 
 class FakePd final : public verbs::ProtectionDomain {
-public:
+  public:
     explicit FakePd(std::shared_ptr<Script> script) : script_(std::move(script)) {}
     std::unique_ptr<verbs::MemoryRegion> register_memory(std::uint64_t, std::uint64_t,
                                                          std::uint32_t) override {
@@ -193,13 +208,13 @@ public:
         return std::make_unique<FakeQp>(script_, static_cast<FakeCq*>(init.send_cq));
     }
 
-private:
+  private:
     std::shared_ptr<Script> script_;
     std::atomic<std::uint32_t> next_key_{1000};
 };
 
 class FakeDevice final : public verbs::Device {
-public:
+  public:
     FakeDevice(std::string name, std::shared_ptr<Script> script, std::uint64_t max_mr_size)
         : name_(std::move(name)), script_(std::move(script)) {
         attributes_.max_qp_wr = 1024;
@@ -216,7 +231,7 @@ public:
         return std::make_unique<FakeCq>();
     }
 
-private:
+  private:
     std::string name_;
     std::shared_ptr<Script> script_;
     verbs::DeviceAttributes attributes_;

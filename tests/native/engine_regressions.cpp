@@ -1,0 +1,195 @@
+// Faults that reviews found in the engine: each test fails without its remedy.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <future>
+#include <thread>
+
+#include "common/error.h"
+#include "session_fixture.h"
+
+namespace aioflagcx::engine {
+namespace {
+
+bool give_table(Session& session, const TableData& data) {
+    const std::string bytes = encode_table(data);
+    return session.update_table(true, 0, data.generation,
+                                {reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()},
+                                {});
+}
+
+// ---- Queue pairs that fail in unusual ways ------------------------------------------------------
+
+TEST_F(SessionTest, AQueuePairThatOnlyFlushesIsReplaced) {
+    options.retry_count = 1;
+    start(1);
+    scripts[0]->set_hold(true);
+    write(1, 0, 4 * kSlice);
+    scripts[0]->wait_posted(4);
+    scripts[0]->break_now(WcStatus::WrFlushErr);
+    scripts[0]->set_hold(false);
+    wait_down(1);
+    EXPECT_EQ(downs[0].cause, "IBV_WC_WR_FLUSH_ERR");
+    session->fenced(1);
+    establish(2);
+    wait_done(1);
+}
+
+TEST_F(SessionTest, EveryFailureOfThePathUsesUpATry) {
+    options.retry_count = 1;
+    start(1);
+    for (std::uint64_t attempt = 1; attempt <= 2; ++attempt) {
+        scripts[0]->fail_next(WcStatus::RemAbortErr);
+        if (attempt == 1) {
+            write(1, 0, kSlice);
+        } else {
+            establish(attempt);
+        }
+        wait_down(attempt);
+        session->fenced(attempt);
+    }
+    wait_failed(1);
+    EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
+}
+
+TEST_F(SessionTest, AnAttemptIsOneTryHoweverManyOfItsRailsFail) {
+    options.retry_count = 1;
+    start(3);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 24 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    // One after the other, each before the others' slices can be posted again on it.
+    for (const auto& script : scripts) script->break_now(WcStatus::RetryExcErr);
+    wait_down(3);
+    EXPECT_TRUE(failed.empty());
+    for (const auto& script : scripts) script->set_hold(false);
+    session->fenced(1);
+    establish(2);
+    wait_done(1);
+}
+
+TEST_F(SessionTest, AQueuePairThatCannotPostIsReplaced) {
+    options.retry_count = 1;
+    start(1);
+    scripts[0]->set_broken(true);  // nor can it be moved to ERR: it is destroyed
+    write(1, 0, source.size());
+    wait_down(1);
+    EXPECT_EQ(downs[0].cause, "IBV_WC_GENERAL_ERR");
+    scripts[0]->set_broken(false);
+    session->fenced(1);
+    establish(2);
+    wait_done(1);
+    EXPECT_TRUE(same());
+    EXPECT_EQ(engine->stats().bytes_inflight.load(), 0u);
+}
+
+TEST_F(SessionTest, AQueuePairThatCannotGoToErrIsDestroyed) {
+    start(1);
+    scripts[0]->set_hold(true);
+    const auto task = write(1, 0, 4 * kSlice);
+    scripts[0]->wait_posted(4);
+    scripts[0]->set_broken(true);
+    session->abort(task);
+    wait_failed(1);
+    EXPECT_EQ(failed[0].unknown_attempts, std::vector<std::uint64_t>{1});
+    wait_down(1);
+    const std::lock_guard lock(scripts[0]->mutex);
+    EXPECT_TRUE(scripts[0]->queue_pairs.empty());
+}
+
+TEST_F(SessionTest, AQueuePairThatTakesNothingTriesAgain) {
+    start(1);
+    scripts[0]->set_refuse(true);  // as with a completion queue full of others' completions
+    write(1, 0, source.size());
+    std::this_thread::sleep_for(20ms);
+    EXPECT_EQ(engine->stats().slices_reposted.load(), 0u);
+    scripts[0]->set_refuse(false);
+    wait_done(1);
+    EXPECT_TRUE(same());
+    EXPECT_EQ(engine->stats().slices_reposted.load(), 0u);
+}
+
+TEST_F(SessionTest, WhatOneRailDoesNotTakeAnotherCarries) {
+    start(2);
+    scripts[0]->set_refuse(true);
+    write(1, 0, source.size());
+    wait_done(1);
+    EXPECT_TRUE(same());
+    EXPECT_EQ(scripts[0]->posted_count(), 0u);
+}
+
+// ---- Lifetimes ----------------------------------------------------------------------------------
+
+TEST_F(SessionTest, AnEngineClosesAlthoughARequestIsHeld) {
+    start(1);
+    const std::uint64_t addr = reinterpret_cast<std::uint64_t>(source.data()), length = 16;
+    Request request(engine->regions(), Op::Write, {&addr, 1, false}, {&addr, 1, false},
+                    {&length, 1, false});
+    auto closed = std::async(std::launch::async, [&] { engine->close(); });
+    const bool in_time = closed.wait_for(10s) == std::future_status::ready;
+    EXPECT_TRUE(in_time);
+    if (!in_time) request.release();
+}
+
+TEST_F(SessionTest, ARequestThatALostSessionRefusedKeepsItsRegions) {
+    start(1);
+    const std::uint64_t from = reinterpret_cast<std::uint64_t>(source.data());
+    const std::uint64_t to = reinterpret_cast<std::uint64_t>(target.data()), length = 16;
+    Request request(engine->regions(), Op::Write, {&from, 1, false}, {&to, 1, false},
+                    {&length, 1, false});
+    session->fail();
+    EXPECT_THROW(session->submit(request, 1, 0), NativeError);
+    EXPECT_FALSE(engine->regions()->remove(ids, verbs::Clock::now() + 5ms));
+    request.release();
+    EXPECT_TRUE(engine->regions()->remove(ids, verbs::Deadline::max()));
+}
+
+TEST_F(SessionTest, ASpentRequestIsRefused) {
+    start(1);
+    const std::uint64_t from = reinterpret_cast<std::uint64_t>(source.data());
+    const std::uint64_t to = reinterpret_cast<std::uint64_t>(target.data()), length = 16;
+    Request request(engine->regions(), Op::Write, {&from, 1, false}, {&to, 1, false},
+                    {&length, 1, false});
+    session->submit(request, 1, 0);
+    EXPECT_THROW(session->submit(request, 2, 0), std::invalid_argument);
+    Request released(engine->regions(), Op::Write, {&from, 1, false}, {&to, 1, false},
+                     {&length, 1, false});
+    released.release();
+    EXPECT_THROW(session->submit(released, 3, 0), std::invalid_argument);
+    wait_done(1);
+}
+
+// ---- What peers may send ------------------------------------------------------------------------
+
+TEST_F(SessionTest, ATableMayNotChangeItsNumberOfDevices) {
+    start(2);
+    TableData data = session->table()->data();
+    EXPECT_EQ(data.devices, 2u);
+    for (const std::uint32_t devices : {0u, 1u}) {
+        TableData other;
+        other.devices = devices;
+        other.generation = data.generation + 1;
+        EXPECT_THROW(give_table(*session, other), std::invalid_argument);
+    }
+    write(1, 0, source.size());  // by both devices
+    wait_done(1);
+}
+
+TEST_F(SessionTest, AResponderHoldsABoundedNumberOfQueuePairs) {
+    start(1);
+    const auto responder = engine->create_responder("peer", Liveness::Seconds(1000));
+    std::size_t accepted = 0;
+    try {
+        for (std::uint64_t rail = 0; rail < 200; ++rail, ++accepted) {
+            responder->accept(rail, {{{"rail", rail}}});
+        }
+        FAIL() << "200 queue pairs on one device";
+    } catch (const NativeError&) {
+        EXPECT_EQ(accepted, 64u);
+    }
+    responder->accept(1000, {{{"rail", std::uint64_t{3}}}});  // in the old one's place
+    responder->close();
+}
+
+}  // namespace
+}  // namespace aioflagcx::engine
