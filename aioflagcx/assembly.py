@@ -177,9 +177,10 @@ async def _open_native(
         advertise_address = await numeric(advertised)
     else:
         advertise_address = bind_address
-    try:
-        return await threads.run(
-            _native.TransferEngine,
+    opened: list[_native.TransferEngine] = []
+
+    def open_devices() -> None:
+        engine = _native.TransferEngine(
             devices=devices,
             bind_address=bind_address,
             advertise_address=advertise_address,
@@ -197,8 +198,17 @@ async def _open_native(
             keepalive_interval=config.keepalive_interval,
             keepalive_timeout=config.keepalive_timeout,
         )
+        opened.append(engine)
+
+    try:
+        await threads.run(open_devices)
+    except asyncio.CancelledError:
+        for engine in opened:  # it was too late to stop it
+            threads.submit(engine.close)
+        raise
     except _native.NativeError as error:
         raise ConfigError(
             f"the devices {', '.join(devices)} could not be opened: {error.call}: {error.detail}",
             cause=error,
         ) from error
+    return opened[0]

@@ -14,6 +14,7 @@ from .connecting import connect_attempt
 from .errors import (
     AioFlagcxError,
     ConnectError,
+    ConnectTimeout,
     HandshakeRejected,
     NotifyRefused,
     PeerLost,
@@ -30,6 +31,9 @@ from .waiting import outlast
 __all__ = ["Link"]
 
 _logger = logging.getLogger(__name__)
+
+_GOODBYE_GRACE = 0.05
+"""Seconds after the end of the keepalive in which the peer's goodbye may still arrive."""
 
 _RECOVERY_PAUSE = 0.05
 """Seconds between two recoveries of one link, so that a path that breaks as soon as it is used
@@ -205,7 +209,9 @@ class Link:
 
     def keepalive_lost(self, reason: str) -> None:
         """The peer's process gives no sign of life."""
-        self._lose(f"no sign of life: {reason}")
+        # A peer that closes ends its keepalive, too, and its goodbye says more.
+        words = f"no sign of life: {reason}"
+        self._runtime.loop.call_later(_GOODBYE_GRACE, self._lose, words)
 
     def submit_failed(self, error: _native.NativeError) -> None:
         """The native session has failed before the event that says so has been seen."""
@@ -237,7 +243,7 @@ class Link:
                 if not await self._fences.confirm(failed, None):
                     raise PeerLost(f"{self.id} did not fence attempts {sorted(failed)}")
                 self._down -= failed
-                await self._connect_next(loop.time() + self._runtime.config.connect_timeout)
+                await self._connect_again()
                 self._recovered_at = loop.time()
         except asyncio.CancelledError:
             self._lose("the event loop is being shut down", farewell="shut down")
@@ -250,6 +256,21 @@ class Link:
             )
         finally:
             self._recovery = None
+
+    async def _connect_again(self) -> None:
+        """Connect the next attempt, or one after it when that fails at once, too."""
+        loop, config = self._runtime.loop, self._runtime.config
+        for tries_left in range(config.retry_count, -1, -1):
+            try:
+                await self._connect_next(loop.time() + config.connect_timeout)
+                return
+            except (ConnectTimeout, HandshakeRejected):
+                raise
+            except ConnectError as error:
+                if not tries_left or self._connection.is_closed:
+                    raise
+                _logger.info("%s: attempt %d came to nothing: %s", self.id, self._attempt, error)
+                await asyncio.sleep(_RECOVERY_PAUSE)
 
     def _lose(
         self, words: str, cause: BaseException | None = None, *, farewell: str | None = None
