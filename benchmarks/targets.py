@@ -1,0 +1,84 @@
+"""The engine that is written to: in this process, or in another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import numpy.typing as npt
+
+import aioflagcx
+from aioflagcx import Config, Engine
+
+__all__ = ["PATHS", "Target", "open_target"]
+
+PATHS = ("process", "tcp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where to write to."""
+
+    session_id: str
+    address: int
+    """Of its memory's first byte."""
+
+    _pipe: multiprocessing.connection.Connection | None
+
+    async def cpu_seconds(self) -> float:
+        """CPU time of its process so far, or 0 when that is ours."""
+        if self._pipe is None:
+            return 0.0
+        self._pipe.send("cpu")
+        seconds: float = await asyncio.to_thread(self._pipe.recv)
+        return seconds
+
+
+@contextlib.asynccontextmanager
+async def open_target(path: str, size: int, regions: int = 1) -> AsyncIterator[Target]:
+    """A target with `size` bytes in `regions` equal regions, reached by `path`."""
+    if path == "process":
+        async with Engine(config=config(path)) as engine:
+            yield Target(engine.session_id, await _register(engine, size, regions), None)
+        return
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_main, args=(theirs, path, size, regions), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        session_id, address = await asyncio.to_thread(ours.recv)
+        yield Target(session_id, address, ours)
+    finally:
+        ours.close()
+        await asyncio.to_thread(process.join)
+
+
+def config(path: str) -> Config:
+    """Defaults, with one path alone."""
+    return Config(soft_paths=(path,))
+
+
+async def _register(engine: Engine, size: int, regions: int) -> int:
+    memory: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
+    memory[::4096] = 1  # no page is touched for the first time while something is measured
+    part = size // regions
+    await engine.register_many([memory[i * part : (i + 1) * part] for i in range(regions)])
+    return memory.ctypes.data
+
+
+def _main(pipe: multiprocessing.connection.Connection, path: str, size: int, regions: int) -> None:
+    async def serve() -> None:
+        async with Engine(config=config(path)) as engine:
+            pipe.send((engine.session_id, await _register(engine, size, regions)))
+            with contextlib.suppress(EOFError):
+                while await asyncio.to_thread(pipe.recv) == "cpu":
+                    pipe.send(time.process_time())
+
+    aioflagcx.run(serve())
