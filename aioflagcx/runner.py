@@ -19,6 +19,12 @@ def run(coro: Coroutine[Any, Any, _T], *, debug: bool | None = None) -> _T:
 
     Raises RuntimeError when an event loop is running in this thread already.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise RuntimeError("aioflagcx.run() cannot be called from a running event loop")
     if sys.version_info >= (3, 11):
         with asyncio.Runner(debug=debug, loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(coro)

@@ -205,7 +205,7 @@ def test_dlpack_flags() -> None:
 
 @pytest.mark.parametrize("device", [2, 10, 13, 99])
 def test_memory_of_a_gpu_is_refused_naming_it(device: int) -> None:
-    with pytest.raises(RegistrationError, match="CUDA|ROCm|99"):
+    with pytest.raises(RegistrationError, match=r"CUDA|ROCm|99"):
         locate(Tensor((4,), device=device))
 
 
@@ -234,7 +234,8 @@ def test_array_interface() -> None:
 
 def test_cuda_array_interface_is_refused() -> None:
     class Cuda:
-        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False)}
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False)}
 
     with pytest.raises(RegistrationError, match="CUDA"):
         locate(Cuda())
