@@ -115,22 +115,33 @@ async def test_without_the_peers_confirmation_remote_quiet_is_false_in_time(
 ) -> None:
     pair: Pair = await pairs(drain_timeout=0.2)
     gate = hold(pair, "Fence")
-    transfer = pair.submit_long()
+    transfer = pair.submit_long(notify=("never", b""))
     await until(lambda: transfer.bytes_done)
+    await break_path(pair)  # slices that are posted end with unknown outcome
+    await until(lambda: pair.ours.stats().endpoints_failed)
     loop = asyncio.get_running_loop()
     started = loop.time()
     transfer.cancel()
-    task = transfer._task
-    if task is not None:
-        task.abort()
-    with pytest.raises(TransferCancelled) as caught:
+    with pytest.raises(TransferCancelled, match="did not confirm") as caught:
         await transfer
     assert loop.time() - started < 0.2 + 0.5
-    if not caught.value.remote_quiet:  # there were slices of unknown outcome
-        assert "did not confirm" in str(caught.value)
-        assert not transfer.remote_quiet
+    assert caught.value.remote_quiet is transfer.remote_quiet is False
+    assert caught.value.notify_delivered is False
     gate.set()
     assert await pair.write() == 4096
+
+
+async def test_with_the_peers_confirmation_remote_quiet_is_true(pair: Pair) -> None:
+    fences = count(pair, "Fence")
+    transfer = pair.submit_long()
+    await until(lambda: transfer.bytes_done)
+    await break_path(pair)
+    transfer.cancel()
+    with pytest.raises(TransferCancelled) as caught:
+        await transfer
+    assert caught.value.remote_quiet is transfer.remote_quiet is True
+    assert await pair.write() == 4096
+    assert fences[0] == 1
 
 
 async def test_each_attempt_is_fenced_once(pair: Pair) -> None:
