@@ -25,7 +25,8 @@ inline constexpr std::size_t kTableLogLength = 65'536;
 // the message right after them, so more than this many means a peer that never sends it.
 inline constexpr std::size_t kMaxPendingImmediates = 65'536;
 
-// Keepalive connections that have not yet presented a token; more are closed on accept.
+// Keepalive connections that have not yet presented a token; one more drops the oldest, since an
+// honest initiator presents its own at once.
 inline constexpr std::size_t kMaxKeepaliveStrangers = 256;
 
 // A keepalive connection must present its token within this time.
@@ -34,5 +35,17 @@ inline constexpr std::chrono::seconds kKeepaliveHelloTimeout{5};
 // A peer's MR table may hold at most this many regions or keys: 64 bytes each stay far below what
 // a control-plane frame can carry, so a larger count in a header is a broken or hostile table.
 inline constexpr std::uint32_t kMaxTableEntries = 1u << 24;
+
+// Bytes of all names in a peer's MR table; keeps their offsets far inside 32 bits.
+inline constexpr std::uint64_t kMaxTableNames = 1u << 30;
+
+// Keepalive connections accepted before established ones get their turn.
+inline constexpr int kKeepaliveAcceptsPerTurn = 64;
+
+// Keepalive messages taken from one connection before others get their turn.
+inline constexpr int kKeepaliveMessagesPerTurn = 16;
+
+// Out of descriptors: how long the keepalive listener rests, so that it does not spin.
+inline constexpr std::chrono::milliseconds kKeepaliveAcceptPause{100};
 
 }  // namespace aioflagcx::engine

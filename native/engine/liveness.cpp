@@ -1,7 +1,6 @@
 #include "engine/liveness.h"
 
 #include <netinet/tcp.h>
-#include <pthread.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 
 #include "common/error.h"
 #include "common/socket_address.h"
+#include "common/thread.h"
 #include "engine/limits.h"
 
 namespace aioflagcx::engine {
@@ -31,6 +31,8 @@ static_assert(sizeof(Hello) == 24);
 constexpr std::size_t kPing = 8;  // bytes; their content is the initiator's business
 
 std::chrono::steady_clock::duration ticks(Liveness::Seconds seconds) {
+    constexpr Liveness::Seconds kLong{1e9};  // far inside the clock's range
+    if (!(seconds < kLong)) seconds = kLong;
     return std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
 }
 
@@ -53,7 +55,7 @@ struct Liveness::Link {
     UniqueFd fd;
     bool initiator = false;
     bool connected = true;
-    bool known = false;      // token presented (always for an initiator)
+    bool known = false;  // token presented (always for an initiator)
     bool want_write = false;
     std::uint64_t owner = 0;
     KeepaliveToken token{};
@@ -79,13 +81,10 @@ Liveness::Liveness(const std::string& bind_address) : epoll_(::epoll_create1(EPO
             throw NativeError("epoll_ctl", errno, "keepalive");
         }
     }
-    thread_ = std::thread([this] { loop(); });
-    pthread_setname_np(thread_.native_handle(), "afx-liveness");
+    thread_ = start_thread("afx-liveness", [this] { loop(); });
 }
 
-Liveness::~Liveness() {
-    stop();
-}
+Liveness::~Liveness() { stop(); }
 
 void Liveness::stop() {
     if (!thread_.joinable()) return;
@@ -137,8 +136,8 @@ void Liveness::start_watch(const std::shared_ptr<Link>& link, const std::string&
     int error = 0;
     try {
         const SocketAddress address = SocketAddress::numeric(host, port);
-        link->fd = UniqueFd(
-            ::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+        link->fd =
+            UniqueFd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
         if (!link->fd) throw NativeError("socket", errno, "keepalive");
         if (::connect(link->fd.get(), address.get(), address.length) != 0) error = errno;
     } catch (const NativeError& failure) {
@@ -194,10 +193,16 @@ void Liveness::run_commands() {
 }
 
 void Liveness::accept_all() {
-    for (;;) {
+    for (int i = 0; i < kKeepaliveAcceptsPerTurn; ++i) {
         UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-        if (!fd) return;
-        if (strangers_ >= kMaxKeepaliveStrangers) continue;  // closed at once
+        if (!fd) {
+            if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+                listen_again_ = Clock::now() + kKeepaliveAcceptPause;
+                watch_listener(0);
+            }
+            return;  // level-triggered: whatever else it was, epoll says when to try again
+        }
+        if (strangers_ >= kMaxKeepaliveStrangers) drop_oldest_stranger();
         auto link = std::make_shared<Link>();
         link->fd = std::move(fd);
         link->deadline = Clock::now() + kKeepaliveHelloTimeout;
@@ -212,15 +217,31 @@ void Liveness::accept_all() {
     }
 }
 
+void Liveness::watch_listener(std::uint32_t events) {
+    epoll_event event{};
+    event.events = events;
+    event.data.fd = listener_.get();
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event);
+}
+
+void Liveness::drop_oldest_stranger() {
+    std::shared_ptr<Link> oldest;
+    for (const auto& [fd, link] : links_) {
+        if (!link->known && (!oldest || link->deadline < oldest->deadline)) oldest = link;
+    }
+    close_link(oldest, "");
+}
+
+// Reads a bounded number of messages, so that a peer that never stops costs only its own.
 void Liveness::on_readable(const std::shared_ptr<Link>& link) {
-    for (;;) {
+    for (int i = 0; i < kKeepaliveMessagesPerTurn; ++i) {
         const std::size_t want = (link->known ? kPing : sizeof(Hello)) - link->in_size;
         const ssize_t got = ::recv(link->fd.get(), link->in.data() + link->in_size, want, 0);
         if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
         if (got <= 0) {
-            close_link(link, got == 0 ? "the peer closed its connections (exited, or gave us up)"
-                                      : std::string("keepalive connection: ") +
-                                            std::strerror(errno));
+            close_link(link, got == 0
+                                 ? "the peer closed its connections (exited, or gave us up)"
+                                 : std::string("keepalive connection: ") + std::strerror(errno));
             return;
         }
         link->in_size += static_cast<std::size_t>(got);
@@ -304,7 +325,11 @@ void Liveness::close_link(const std::shared_ptr<Link>& link, const std::string& 
 
 // Handles what is due and says when to come back.
 Liveness::Clock::time_point Liveness::run_timers(Clock::time_point now) {
-    auto next = Clock::time_point::max();
+    if (listen_again_ <= now) {
+        listen_again_ = Clock::time_point::max();
+        watch_listener(EPOLLIN);
+    }
+    auto next = listen_again_;
     std::vector<std::shared_ptr<Link>> late;
     for (const auto& [fd, link] : links_) {
         if (link->deadline <= now) {
@@ -318,7 +343,15 @@ Liveness::Clock::time_point Liveness::run_timers(Clock::time_point now) {
         }
         next = std::min({next, link->deadline, link->next_ping});
     }
-    for (const auto& link : late) close_link(link, silent_for(link->timeout));
+    for (const auto& link : late) {
+        on_readable(link);  // this thread may be what is late: what has come counts
+        if (!link->fd) continue;
+        if (link->deadline <= now) {
+            close_link(link, silent_for(link->timeout));
+        } else {
+            next = std::min(next, link->deadline);
+        }
+    }
     std::vector<Expected> missing;
     std::erase_if(expected_, [&](auto& item) {
         if (item.second.deadline > now) {

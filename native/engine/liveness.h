@@ -26,7 +26,7 @@ using KeepaliveToken = std::array<std::uint8_t, 16>;
 //
 // Lock: mutex_ guards `commands_`; a leaf. All connections belong to the thread.
 class Liveness {
-public:
+  public:
     using Seconds = std::chrono::duration<double>;
     // Called once, on the liveness thread, holding no lock.
     using Lost = std::function<void(const std::string& reason)>;
@@ -46,7 +46,7 @@ public:
 
     void stop();
 
-private:
+  private:
     using Clock = std::chrono::steady_clock;
     struct Link;      // one TCP connection
     struct Expected;  // a token not yet presented
@@ -55,6 +55,8 @@ private:
     void loop();
     void run_commands();
     void accept_all();
+    void watch_listener(std::uint32_t events);
+    void drop_oldest_stranger();
     void on_readable(const std::shared_ptr<Link>& link);
     void on_hello(const std::shared_ptr<Link>& link);
     void on_writable(const std::shared_ptr<Link>& link);
@@ -73,10 +75,11 @@ private:
     std::mutex mutex_;
     std::vector<std::function<void()>> commands_;
 
-    bool stopping_ = false;  // thread's own, set by a command
+    bool stopping_ = false;                       // thread's own, set by a command
     std::map<int, std::shared_ptr<Link>> links_;  // by descriptor
     std::map<KeepaliveToken, Expected> expected_;
-    std::size_t strangers_ = 0;  // accepted, no token yet
+    std::size_t strangers_ = 0;                                  // accepted, no token yet
+    Clock::time_point listen_again_ = Clock::time_point::max();  // out of descriptors until then
     std::thread thread_;
 };
 

@@ -17,6 +17,9 @@ std::shared_ptr<LocalRegion> LocalTable::build(const RegionSpec& spec) const {
                           "bad range: address " + std::to_string(spec.addr) + ", size " +
                               std::to_string(spec.size));
     }
+    if (spec.name && spec.name->size() > UINT16_MAX) {
+        throw NativeError("register", 0, "a region's name is over 65,535 bytes");
+    }
     auto region = std::make_shared<LocalRegion>();
     region->spec = spec;
     region->chunk_size = std::min(spec.size, max_mr_size_);

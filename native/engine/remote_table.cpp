@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "engine/limits.h"
+
 namespace aioflagcx::engine {
 
 namespace {
@@ -40,6 +42,11 @@ std::shared_ptr<const RemoteTable> RemoteTable::apply(
     if (added.devices != data_.devices && !added.records.empty() && !data_.records.empty()) {
         throw std::invalid_argument("MR table: a delta for " + std::to_string(added.devices) +
                                     " devices, the table has " + std::to_string(data_.devices));
+    }
+    if (data_.records.size() + added.records.size() > kMaxTableEntries ||
+        data_.keys.size() + added.keys.size() > kMaxTableEntries ||
+        data_.names.size() + added.names.size() > kMaxTableNames) {
+        throw std::invalid_argument("MR table: too many entries");
     }
     std::unordered_set<std::uint64_t> gone(removed.begin(), removed.end());
     TableData next;

@@ -263,6 +263,7 @@ void Session::fail_endpoint(Endpoint& endpoint) {
 void Session::lane_flushed(Lane& lane) {
     lane.worker().remove(lane);
     lane.destroy_queue_pair();
+    queue_.forget(lane);
     const std::lock_guard lock(mutex_);
     Endpoint* endpoint = endpoint_of(lane);
     if (endpoint == nullptr) return;

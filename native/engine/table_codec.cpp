@@ -76,7 +76,8 @@ std::string_view TableData::name(const TableRecord& record) const noexcept {
 }
 
 std::uint32_t TableData::add_name(std::string_view name) {
-    if (name.size() > UINT16_MAX) throw std::invalid_argument("a region's name is over 65,535 bytes");
+    if (name.size() > UINT16_MAX)
+        throw std::invalid_argument("a region's name is over 65,535 bytes");
     const auto offset = static_cast<std::uint32_t>(names.size());
     append(names, static_cast<std::uint16_t>(name.size()));
     names.append(name);
@@ -92,8 +93,8 @@ std::string encode_table(const TableData& table) {
                            static_cast<std::uint32_t>(table.keys.size()),
                            static_cast<std::uint32_t>(table.names.size()), 0, table.generation});
     for (const TableRecord& r : table.records) {
-        append(out, WireRecord{r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off,
-                               0});
+        append(out,
+               WireRecord{r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off, 0});
     }
     out.append(reinterpret_cast<const char*>(table.keys.data()), table.keys.size() * 4);
     out.append(table.names);
@@ -111,7 +112,8 @@ TableData decode_table(std::span<const std::uint8_t> bytes) {
     if (header.count > kMaxTableEntries || header.key_count > kMaxTableEntries) {
         broken("too many entries");
     }
-    const std::uint64_t expected = sizeof header + std::uint64_t{header.count} * sizeof(WireRecord) +
+    const std::uint64_t expected = sizeof header +
+                                   std::uint64_t{header.count} * sizeof(WireRecord) +
                                    std::uint64_t{header.key_count} * 4 + header.names_size;
     if (bytes.size() != expected) {
         broken("is " + std::to_string(bytes.size()) + " bytes, its header says " +
@@ -125,14 +127,26 @@ TableData decode_table(std::span<const std::uint8_t> bytes) {
     for (std::uint32_t i = 0; i < header.count; ++i, at += sizeof(WireRecord)) {
         WireRecord r{};
         std::memcpy(&r, at, sizeof r);
-        table.records.push_back({r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off,
-                                 r.key_off});
+        table.records.push_back(
+            {r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off});
     }
     table.keys.resize(header.key_count);
-    if (header.key_count != 0) std::memcpy(table.keys.data(), at, std::size_t{header.key_count} * 4);
+    if (header.key_count != 0)
+        std::memcpy(table.keys.data(), at, std::size_t{header.key_count} * 4);
     at += std::size_t{header.key_count} * 4;
     table.names.assign(reinterpret_cast<const char*>(at), header.names_size);
-    for (const TableRecord& record : table.records) check_record(table, record);
+    if (table.devices == 0 && header.count != 0) broken("regions but no device");
+    // Keys and names that records share would grow when a delta is applied.
+    std::uint64_t keys = 0;
+    std::uint64_t names = 0;
+    for (const TableRecord& record : table.records) {
+        check_record(table, record);
+        keys += record.chunks() * table.devices;
+        if (record.name_off != kNoName) names += sizeof(std::uint16_t) + table.name(record).size();
+    }
+    if (keys > table.keys.size() || names > table.names.size()) {
+        broken("regions share keys or names");
+    }
     return table;
 }
 

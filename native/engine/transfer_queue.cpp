@@ -178,7 +178,8 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
 }
 
 void TransferQueue::unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt) {
-    const bool fence_due = !fenced_.contains(attempt);
+    const auto found = attempts_.find(attempt);
+    const bool fence_due = found == attempts_.end() || !found->second.fenced;
     if (task->dropped) {
         if (fence_due) insert_unique(task->failure.unknown_attempts, attempt);
         return;
@@ -197,6 +198,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, std::uint64_t
 void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
     const std::lock_guard lock(mutex_);
     lanes_.push_back(lane);
+    ++attempts_[lane->attempt()].lanes;
     for (const Task& task : all_tasks()) maybe_finish(task);  // immediates may wait for a lane
 }
 
@@ -213,6 +215,12 @@ void TransferQueue::detach(Lane& lane) {
         task->imm_failed = true;
         maybe_finish(task);
     }
+}
+
+void TransferQueue::forget(const Lane& lane) {
+    const std::lock_guard lock(mutex_);
+    const auto found = attempts_.find(lane.attempt());
+    if (--found->second.lanes == 0) attempts_.erase(found);
 }
 
 void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
@@ -237,7 +245,9 @@ void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
 
 void TransferQueue::fenced(std::uint64_t attempt) {
     const std::lock_guard lock(mutex_);
-    fenced_.insert(attempt);
+    if (const auto found = attempts_.find(attempt); found != attempts_.end()) {
+        found->second.fenced = true;
+    }
     for (const Task& task : all_tasks()) {
         if (std::erase(task->fences, attempt) != 0) maybe_finish(task);
     }

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "engine/lane.h"
@@ -54,6 +53,8 @@ class TransferQueue {
 
     void attach(const std::shared_ptr<Lane>& lane);
     void detach(Lane& lane);
+    // It is flushed: nothing of it completes any more.
+    void forget(const Lane& lane);
 
     // An endpoint's lanes of `attempt` are flushed.
     void attempt_down(std::uint64_t attempt, const Cause& cause);
@@ -66,6 +67,10 @@ class TransferQueue {
 
   private:
     using Task = std::shared_ptr<TransferTask>;
+    struct Attempt {
+        std::size_t lanes = 0;
+        bool fenced = false;
+    };
 
     Slice cut(const Task& task);
     void make_runnable(const Task& task);
@@ -84,10 +89,10 @@ class TransferQueue {
     const std::uint32_t retry_count_;
 
     std::mutex mutex_;
-    std::unordered_map<TransferTask*, Task> tasks_;  // not finished
-    std::deque<Task> runnable_;                      // with slices to post
-    std::vector<std::shared_ptr<Lane>> lanes_;       // attached
-    std::unordered_set<std::uint64_t> fenced_;       // attempts known to be fenced
+    std::unordered_map<TransferTask*, Task> tasks_;        // not finished
+    std::deque<Task> runnable_;                            // with slices to post
+    std::vector<std::shared_ptr<Lane>> lanes_;             // attached
+    std::unordered_map<std::uint64_t, Attempt> attempts_;  // with lanes that are not flushed
     bool lost_ = false;
 };
 

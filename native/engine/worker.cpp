@@ -1,12 +1,12 @@
 #include "engine/worker.h"
 
 #include <poll.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <future>
 #include <utility>
 
+#include "common/thread.h"
 #include "engine/limits.h"
 
 namespace aioflagcx::engine {
@@ -26,13 +26,10 @@ void cpu_relax() noexcept {
 Worker::Worker(verbs::Device& device, std::uint32_t max_cqe, std::chrono::microseconds spin,
                Stats& stats, const std::string& name)
     : spin_(spin), stats_(stats), cq_(device.create_cq(max_cqe)), completions_(kPollBatch) {
-    thread_ = std::thread([this] { loop(); });
-    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
+    thread_ = start_thread(name, [this] { loop(); });
 }
 
-Worker::~Worker() {
-    stop();
-}
+Worker::~Worker() { stop(); }
 
 void Worker::wake(const std::shared_ptr<CompletionSink>& sink) {
     if (sink->waking_.exchange(true)) return;  // the worker has not come to it yet
@@ -45,7 +42,7 @@ void Worker::wake(const std::shared_ptr<CompletionSink>& sink) {
 void Worker::run(std::function<void()> command) {
     {
         const std::lock_guard lock(mutex_);
-        if (!stopping_) {
+        if (!stopped_) {
             commands_.push_back(std::move(command));
             incoming_.store(true, std::memory_order_release);
             if (sleeping_) wake_.signal();
@@ -82,7 +79,15 @@ void Worker::stop() {
         incoming_.store(true, std::memory_order_release);
         if (sleeping_) wake_.signal();
     }
-    if (thread_.joinable()) thread_.join();
+    if (!thread_.joinable()) return;
+    thread_.join();
+    std::vector<std::function<void()>> late;
+    {
+        const std::lock_guard lock(mutex_);
+        stopped_ = true;
+        late.swap(commands_);
+    }
+    for (const auto& command : late) command();
 }
 
 void Worker::loop() {
@@ -179,7 +184,8 @@ void Worker::sleep() {
         int timeout_ms = -1;
         const verbs::Deadline deadline = cq_->next_deadline();
         if (deadline != verbs::Deadline::max()) {
-            const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - verbs::Clock::now());
+            const auto left =
+                std::chrono::ceil<std::chrono::milliseconds>(deadline - verbs::Clock::now());
             timeout_ms = static_cast<int>(std::max<std::int64_t>(left.count(), 0));
         }
         engine::add(stats_.worker_sleeps);

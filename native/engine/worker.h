@@ -22,7 +22,7 @@ namespace aioflagcx::engine {
 
 // Something whose queue pair completes on a worker's CQ. Called on the worker's thread only.
 class CompletionSink {
-public:
+  public:
     virtual ~CompletionSink() = default;
     virtual void on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) = 0;
 
@@ -35,17 +35,17 @@ public:
         return (std::uint64_t{sink_id_} << 32) | slot;
     }
 
-private:
+  private:
     friend class Worker;
-    std::uint32_t sink_id_ = 0;           // set once by Worker::add
-    std::atomic<bool> waking_{false};     // in the worker's incoming list
-    bool active_ = false;                 // worker's thread only: in its round
+    std::uint32_t sink_id_ = 0;        // set once by Worker::add
+    std::atomic<bool> waking_{false};  // in the worker's incoming list
+    bool active_ = false;              // worker's thread only: in its round
 };
 
-// Lock: mutex_ guards the incoming lists, `sleeping_` and `stopping_`; a leaf. Everything else is
-// the thread's own.
+// Lock: mutex_ guards the incoming lists, `sleeping_`, `stopping_` and `stopped_`; a leaf.
+// Everything else is the thread's own.
 class Worker {
-public:
+  public:
     Worker(verbs::Device& device, std::uint32_t max_cqe, std::chrono::microseconds spin,
            Stats& stats, const std::string& name);
     ~Worker();  // stop()
@@ -55,17 +55,18 @@ public:
     // Any thread. `sink` is served soon; it must have been added.
     void wake(const std::shared_ptr<CompletionSink>& sink);
 
-    // Any thread. Runs on the worker's thread, in order; on the caller's once stopped.
+    // Any thread. Runs on the worker's thread, in order; once that has ended, on the caller's or
+    // on the one that calls stop().
     void run(std::function<void()> command);
     // The same, and waits. Never from a worker's thread.
     void run_sync(const std::function<void()>& command);
 
-    void add(const std::shared_ptr<CompletionSink>& sink);    // any thread
-    void remove(CompletionSink& sink);                        // worker's thread
+    void add(const std::shared_ptr<CompletionSink>& sink);  // any thread
+    void remove(CompletionSink& sink);                      // worker's thread
 
     void stop();  // any thread but the worker's; idempotent
 
-private:
+  private:
     void loop();
     bool take_incoming();
     bool poll_completions();
@@ -83,6 +84,7 @@ private:
     std::vector<std::function<void()>> commands_;
     bool sleeping_ = false;
     bool stopping_ = false;
+    bool stopped_ = false;               // the thread has ended
     std::atomic<bool> incoming_{false};  // hint: the lists may hold something
 
     std::atomic<std::uint32_t> next_sink_{1};

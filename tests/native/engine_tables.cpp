@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <future>
 #include <random>
 #include <thread>
 
@@ -69,7 +70,8 @@ TEST_F(Tables, DeltasGiveTheSameTableAsTheWhole) {
             } else {
                 std::optional<std::string> name;
                 if (random() % 2 == 0) name = "r" + std::to_string(random());
-                live.push_back(add({{random() % 100000 + 1, 1 + random() % 3000, 3, true, name}})[0]);
+                live.push_back(
+                    add({{random() % 100000 + 1, 1 + random() % 3000, 3, true, name}})[0]);
             }
         }
         const auto changes = local.since(known->data().generation);
@@ -140,6 +142,63 @@ TEST_F(Tables, DeregistrationWaitsForUsersAndRefusesNewOnes) {
     user.join();
     EXPECT_TRUE(region->mrs.empty());
     EXPECT_TRUE(local.remove(ids, verbs::Clock::now()));  // done stays done
+}
+
+// What a hostile peer may send: each must be refused when it comes, not when a slice needs a key.
+TEST_F(Tables, RegionsWithoutDevicesAreRefused) {
+    TableData data;
+    data.records.push_back({1, 4096, 1 << 20, 1, 3, kNoName, 0});
+    EXPECT_THROW(decode_table(bytes_of(encode_table(data))), std::invalid_argument);
+}
+
+TEST_F(Tables, SharedKeysAndNamesAreRefused) {
+    TableData data;
+    data.devices = 1;
+    data.keys = {7, 8};
+    data.records = {{1, 4096, 2, 1, 3, kNoName, 0}, {2, 8192, 2, 1, 3, kNoName, 0}};
+    EXPECT_THROW(decode_table(bytes_of(encode_table(data))), std::invalid_argument);
+    data.keys = {7, 8, 9, 10};
+    data.records[1].key_off = 2;
+    EXPECT_NO_THROW(decode_table(bytes_of(encode_table(data))));
+    data.records[0].name_off = data.records[1].name_off = data.add_name("both");
+    EXPECT_THROW(decode_table(bytes_of(encode_table(data))), std::invalid_argument);
+}
+
+// A memory region whose end takes as long as the test likes.
+struct SlowMr final : verbs::MemoryRegion {
+    explicit SlowMr(std::shared_future<void> until) : end(std::move(until)) {}
+    ~SlowMr() override { end.wait(); }
+    std::uint32_t lkey() const noexcept override { return 1; }
+    std::uint32_t rkey() const noexcept override { return 1; }
+    std::shared_future<void> end;
+};
+struct SlowPd final : verbs::ProtectionDomain {
+    explicit SlowPd(std::shared_future<void> until) : end(std::move(until)) {}
+    std::unique_ptr<verbs::MemoryRegion> register_memory(std::uint64_t, std::uint64_t,
+                                                         std::uint32_t) override {
+        return std::make_unique<SlowMr>(end);
+    }
+    std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit&) override { return nullptr; }
+    std::shared_future<void> end;
+};
+
+TEST(LocalTable, ASecondDeregistrationWaitsForTheFirst) {
+    std::promise<void> end;
+    SlowPd pd(end.get_future().share());
+    LocalTable table({&pd}, 1000);
+    const auto ids = table.add(std::vector<RegionSpec>{{4096, 100, 3, true, {}}});
+    auto first =
+        std::async(std::launch::async, [&] { return table.remove(ids, verbs::Deadline::max()); });
+    while (table.snapshot()->regions.size() != 0) std::this_thread::yield();
+    std::this_thread::sleep_for(20ms);
+    EXPECT_FALSE(table.remove(ids, verbs::Clock::now() + 20ms));
+    end.set_value();
+    EXPECT_TRUE(table.remove(ids, verbs::Deadline::max()));
+    EXPECT_TRUE(first.get());
+}
+
+TEST_F(Tables, ANameThatNoTableCanHoldIsRefused) {
+    EXPECT_THROW(add({{4096, 1, 3, true, std::string(65'536, 'x')}}), NativeError);
 }
 
 }  // namespace
