@@ -2,6 +2,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,9 @@ class Raw {
         const SocketAddress to = SocketAddress::numeric("127.0.0.1", port);
         fd_ = UniqueFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
         EXPECT_EQ(::connect(fd_.get(), to.get(), to.length), 0);
+        // What never comes is a failure, not a hang.
+        const timeval patience{kPatience.count(), 0};
+        ::setsockopt(fd_.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     }
     explicit Raw(UniqueFd fd) : fd_(std::move(fd)) {}
 

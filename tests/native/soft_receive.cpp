@@ -19,10 +19,12 @@ TEST_P(SoftReceive, AnImmediateComesAfterAllDataPostedBeforeIt) {
         const RecvWr recv = b.receive(100 + round);
         b.qp->post_recv({&recv, 1});
         std::vector<SendWr> requests;
-        for (std::size_t i = 0; i < kCount; ++i) {
+        // The first is long: an immediate on another stream would overtake it.
+        requests.push_back(a.request(WrOpcode::RdmaWrite, b, kCount / 2 * 65536, 0));
+        for (std::size_t i = kCount / 2; i < kCount; ++i) {
             requests.push_back(a.request(WrOpcode::RdmaWrite, b, 65536, i, i * 65536, i * 65536));
-            requests.back().signaled = false;
         }
+        for (SendWr& wr : requests) wr.signaled = false;
         SendWr imm;
         imm.opcode = WrOpcode::RdmaWriteWithImm;
         imm.imm = 0xABCD0000 + round;
