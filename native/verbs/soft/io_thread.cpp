@@ -1,17 +1,16 @@
 #include "verbs/soft/io_thread.h"
 
-#include <pthread.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <exception>
 
 #include "common/error.h"
 #include "common/socket_address.h"
+#include "common/thread.h"
 #include "verbs/soft/socket.h"
 
 namespace aioflagcx::verbs::soft {
@@ -30,20 +29,7 @@ IoThread::IoThread(const std::string& bind_address)
     listener_ = listen_on(bind_address, &port_);
     watch(wake_.fd(), kWakeId, EPOLLIN);
     watch(listener_.get(), kListenerId, EPOLLIN);
-
-    // Signals are the application's business: its handlers must not run on this thread.
-    sigset_t all;
-    sigset_t before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (...) {
-        ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-    }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    ::pthread_setname_np(thread_.native_handle(), "aioflagcx-soft");
+    thread_ = start_thread("aioflagcx-soft", [this] { run(); });
 }
 
 IoThread::~IoThread() { stop(); }
