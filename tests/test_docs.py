@@ -32,6 +32,10 @@ def test_every_link_of_the_manual_leads_somewhere() -> None:
             there = (page.parent / path) if path else page
             assert there.exists(), f"{page.name}: {target}"
             if anchor:
-                titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-                anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-                assert anchor in anchors, f"{page.name}: {target}"
+                assert anchor in anchors_of(there), f"{page.name}: {target}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a page's headings can be linked by."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
