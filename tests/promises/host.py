@@ -84,6 +84,7 @@ class Host:
         """Fill [destination, +size) of `peer` with `value` again and again; how often it worked
         and what ended it. Nothing of it is under way any more."""
         self.memory[:size] = value
+        await self.refresh(peer)
         rounds = 0
         try:
             while True:
@@ -104,6 +105,10 @@ class Host:
         except AioFlagcxError as error:
             return error
         raise AssertionError("it was over before anything happened to it")
+
+    async def refresh(self, peer: str) -> None:
+        """Learn the regions that `peer` has now."""
+        await (await self.engine.connect(peer)).refresh()
 
     async def close(self) -> None:
         await self.engine.close()

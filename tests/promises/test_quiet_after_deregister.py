@@ -81,6 +81,7 @@ async def test_nothing_is_read_after_deregister_while_a_peer_keeps_reading(lab: 
 
 
 async def read_until_refused(host: Host, peer: str, source: int, size: int) -> Exception:
+    await host.refresh(peer)
     try:
         while True:
             await host.engine.read(peer, host.base, source, size)
