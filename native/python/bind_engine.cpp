@@ -52,12 +52,6 @@ std::shared_ptr<TransferEngine> make_engine(
     return std::make_shared<TransferEngine>(std::move(options), std::move(opened));
 }
 
-verbs::Deadline deadline_after(std::optional<double> timeout) {
-    if (!timeout) return verbs::Deadline::max();
-    return verbs::Clock::now() + std::chrono::duration_cast<verbs::Clock::duration>(
-                                     std::chrono::duration<double>(*timeout));
-}
-
 std::vector<std::uint64_t> register_ranges(TransferEngine& self,
                                            const std::vector<RangeTuple>& ranges) {
     const py::gil_scoped_release release;
@@ -170,7 +164,7 @@ void bind_engine(py::module_& module) {
              [](TransferEngine& self, const std::vector<std::uint64_t>& ids,
                 std::optional<double> timeout) {
                  const py::gil_scoped_release release;
-                 return self.regions()->remove(ids, deadline_after(timeout));
+                 return self.regions()->remove(ids, timeout ? deadline_after(*timeout) : verbs::Deadline::max());
              },
              py::arg("region_ids"), py::arg("timeout"))
         .def("table_since", &table_since, py::arg("generation"))

@@ -35,7 +35,8 @@ void bind_responder(py::module_& module) {
     py::class_<Responder, std::shared_ptr<Responder>>(module, "Responder")
         .def_property_readonly("id", &Responder::id)
         .def_property_readonly("keepalive_token", &keepalive_token)
-        .def_property_readonly("path", &Responder::path)
+        // Its lock is held while queue pairs are set up and fenced.
+        .def_property_readonly("path", py::cpp_function(&Responder::path, Release()))
         .def("accept", &accept, py::arg("attempt"), py::arg("rails"))
         .def("fence", &Responder::fence, py::arg("attempt"), Release())
         .def("expect", &Responder::expect, py::arg("imm"), py::arg("count"), Release())

@@ -82,9 +82,7 @@ std::string establish(Session& self, std::uint64_t attempt, const py::sequence& 
                       double timeout) {
     const std::vector<verbs::Attributes> remote = attributes_from(rails);
     const py::gil_scoped_release release;
-    return self.establish(attempt, remote,
-                          verbs::Clock::now() + std::chrono::duration_cast<verbs::Clock::duration>(
-                                                    std::chrono::duration<double>(timeout)));
+    return self.establish(attempt, remote, deadline_after(timeout));
 }
 
 py::list prepare(Session& self, std::uint64_t attempt) {

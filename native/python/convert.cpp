@@ -1,6 +1,8 @@
 #include "python/convert.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <string>
 #include <variant>
 #include <vector>
@@ -160,6 +162,13 @@ engine::IntArray int_array(const py::array& array, const char* what) {
                              " must be a contiguous 1-D array of int64 or uint64");
     }
     return {array.data(), static_cast<std::size_t>(array.size()), kind == 'i'};
+}
+
+verbs::Deadline deadline_after(double seconds) {
+    constexpr double kLong = 1e9;  // seconds; far inside the clock's range
+    if (!(seconds < kLong)) return verbs::Deadline::max();
+    return verbs::Clock::now() + std::chrono::duration_cast<verbs::Clock::duration>(
+                                     std::chrono::duration<double>(std::max(seconds, 0.0)));
 }
 
 std::span<const std::uint8_t> bytes_view(const py::bytes& bytes) {

@@ -11,6 +11,7 @@
 #include "engine/event_ring.h"
 #include "engine/request.h"
 #include "verbs/types.h"
+#include "verbs/verbs.h"
 
 namespace aioflagcx::python {
 
@@ -24,6 +25,9 @@ py::list to_list(const std::vector<verbs::Attributes>& all);
 
 // TypeError unless a C-contiguous 1-D array of int64 or uint64. Valid while `array` lives.
 engine::IntArray int_array(const py::array& array, const char* what);
+
+// `seconds` from now; far longer than the clock can count is for ever.
+verbs::Deadline deadline_after(double seconds);
 
 std::span<const std::uint8_t> bytes_view(const py::bytes& bytes);
 
