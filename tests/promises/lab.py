@@ -55,13 +55,14 @@ class Lab:
         register: bool = True,
         arrangement: Arrangement | None = None,
         port: int = 0,
+        placement: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Any:
         """A peer with `memory` bytes, registered as one region named "memory" unless told not
-        to. A ChildPeer, say, where the arrangement has one."""
+        to. A ChildPeer, say, where the arrangement has one; `placement` is for its start."""
         arrangement = arrangement or self.arrangement
         config = self.config(arrangement.path, **settings)
-        peer: Peer = await arrangement.peer.start(config, memory, port)
+        peer: Peer = await arrangement.peer.start(config, memory, port, **(placement or {}))
         self._stack.push_async_callback(peer.close)
         if register:
             await peer.run(Host.register, "memory", 0, memory)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -145,7 +145,16 @@ class ChildPeer(Peer):
     """An engine in a process of its own, which can be stopped, continued and killed."""
 
     @classmethod
-    async def start(cls, config: Config, memory_size: int, port: int = 0) -> ChildPeer:
+    async def start(
+        cls,
+        config: Config,
+        memory_size: int,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        command: Sequence[str] = (),
+    ) -> ChildPeer:
+        """`host`: what its engine binds. `command`: what runs it, such as `ip netns exec x`."""
         peer = cls()
         ours, theirs = socket.socketpair()
         memory_fd = os.memfd_create("promises")
@@ -154,7 +163,11 @@ class ChildPeer(Peer):
             peer.memory = np.frombuffer(mmap.mmap(memory_fd, memory_size), np.uint8)
             path = os.pathsep.join((str(TESTS), *filter(None, sys.path)))
             peer.process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-m", "promises.child", str(theirs.fileno()), str(memory_fd)],
+                [
+                    *command,
+                    *(sys.executable, "-m", "promises.child"),
+                    *(str(theirs.fileno()), str(memory_fd)),
+                ],
                 pass_fds=(theirs.fileno(), memory_fd),
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
@@ -167,7 +180,7 @@ class ChildPeer(Peer):
             theirs.close()
         try:
             reader, peer._writer = await asyncio.open_connection(sock=ours)
-            write_message(peer._writer, (config, port))
+            write_message(peer._writer, (config, host, port))
             peer._describe(await read_message(reader))
         except BaseException:
             await peer._end(kill=True)
