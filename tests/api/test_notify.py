@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from api.pair import Pair, until
 
-from aioflagcx import Notification
+from aioflagcx import Config, Engine, Notification
 from aioflagcx.errors import (
     NotifyRefused,
     PeerLost,
@@ -153,6 +153,7 @@ async def test_a_session_that_dies_after_the_data_leaves_it_unknown(pair: Pair) 
         with pytest.raises(PeerLost) as caught:
             await task
         assert caught.value.notify_delivered is None
+        assert caught.value.remote_quiet is (task is write)  # of which the data has landed
     assert (pair.dst[:4096] == pair.src[:4096]).all()
 
 
@@ -175,6 +176,42 @@ async def test_stopped_between_data_and_answer_it_is_unknown(pair: Pair) -> None
     gate.set()
 
 
+def test_shutting_the_loop_down_before_the_answer(path: str) -> None:
+    """Every task is cancelled, the one that waits for the peer's answer included."""
+
+    async def use(asked: asyncio.Event) -> None:
+        config = Config(soft_paths=(path,))
+        async with Engine(config=config) as ours, Engine(config=config) as theirs:
+            region = await ours.register(bytearray(64))
+            target = await theirs.register(bytearray(64))
+            transfer = ours.submit_write(
+                theirs.session_id, region, target, 64, notify=("never", b"")
+            )
+            assembly: Any = theirs._open
+
+            async def hold(connection: Any, message: Any) -> None:
+                asked.set()
+                await asyncio.get_running_loop().create_future()
+
+            session = await ours.connect(theirs.session_id)
+            assembly.serving.handle = hold
+            try:
+                # Nobody awaits the transfer, so nothing but that task's end can end it.
+                await asyncio.get_running_loop().create_future()
+            finally:
+                assert session.alive
+                await until(transfer.done)
+                assert isinstance(transfer.exception(), TransferCancelled)
+
+    async def main() -> asyncio.Task[None]:
+        asked = asyncio.Event()
+        task = asyncio.create_task(use(asked))
+        await asked.wait()
+        return task
+
+    assert asyncio.run(main()).cancelled()
+
+
 async def test_iteration_ends_when_the_engine_closes(pair: Pair) -> None:
     got: list[str] = []
 
@@ -191,8 +228,6 @@ async def test_iteration_ends_when_the_engine_closes(pair: Pair) -> None:
 
 
 async def test_iterators_of_before_the_start(engines: Callable[..., Any]) -> None:
-    from aioflagcx import Engine
-
     engine = Engine()
     iterator = engine.notifications()
     first = asyncio.ensure_future(anext(iterator))
