@@ -59,6 +59,8 @@ class Transfer:
     awaited any number of times, by several tasks. When an awaiter is cancelled the transfer is
     cancelled, and the awaiter's :class:`asyncio.CancelledError` is raised once nothing of the
     transfer is posted any more; ``asyncio.shield(transfer)`` keeps the transfer going instead.
+    A task that is cancelled before it has come to its ``await`` is no awaiter yet: as with any
+    awaitable, nothing tells the transfer.
 
     A transfer that nobody holds runs on; if it then fails, its error is logged.
     """
