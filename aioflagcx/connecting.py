@@ -36,8 +36,10 @@ async def connect_attempt(
     table: RemoteTable,
     attempt: int,
     deadline: float,
-) -> tuple[ConnectReply, str]:
+) -> tuple[ConnectReply, str] | None:
     """Connect the queue pairs of ``attempt``; the peer's reply and the path they take.
+
+    None when no rail is down: an earlier attempt has brought all of them up again.
 
     ``deadline`` is in the loop's time. Raises a :class:`~aioflagcx.errors.ConnectError`.
     """
@@ -45,6 +47,8 @@ async def connect_attempt(
     threads, loop, config = runtime.threads, runtime.loop, runtime.config
     try:
         rails = await threads.run(native.prepare, attempt)
+        if not rails:
+            return None
         request = Connect(
             attempt=attempt,
             rails=tuple(rails),

@@ -118,6 +118,7 @@ class Link:
 
     async def _establish(self, deadline: float) -> None:
         reply = await self._connect_next(deadline)
+        assert reply is not None  # every rail was down
         if self._loss is not None or self._connection.is_closed:
             raise ConnectError(f"{self.id} closed the connection at once", peer=self.id)
         self._max_payload = reply.notification_max_payload
@@ -125,11 +126,14 @@ class Link:
         self.alive = True
         _logger.info("connected to %s by %s", self.id, self.path)
 
-    async def _connect_next(self, deadline: float) -> ConnectReply:
+    async def _connect_next(self, deadline: float) -> ConnectReply | None:
         self._attempt += 1
-        reply, self.path = await connect_attempt(
+        connected = await connect_attempt(
             self._runtime, self._connection, self.native, self.table, self._attempt, deadline
         )
+        if connected is None:
+            return None
+        reply, self.path = connected
         return reply
 
     # What transfers use ----------------------------------------------------------------------

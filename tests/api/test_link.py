@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from api.pair import Pair, until
 
+from aioflagcx import _native
 from aioflagcx.errors import (
     AioFlagcxError,
     PeerLost,
@@ -74,6 +75,24 @@ def aborted(pair: Pair) -> Callable[[], Any]:
 
 
 # The initiator -----------------------------------------------------------------------------------
+
+
+async def test_news_of_a_rail_that_is_up_again_disturbs_nobody(pair: Pair) -> None:
+    """Two rails of one attempt fail one after the other; recovery from the first serves both."""
+    connects = count(pair, "Connect")
+    await break_path(pair)
+    await pair.write()
+    link = pair.session._link
+    [native_session] = [key for key, value in link._runtime.events.links.items() if value is link]
+    late = _native.EndpointDown(
+        native_session, link._attempt - 1, "IBV_WC_RETRY_EXC_ERR", 0, "soft0"
+    )
+    link.endpoint_down(late)
+    assert link._recovery is not None
+    await link._recovery
+    assert link.alive
+    assert connects == [1]
+    await pair.write()
 
 
 async def test_a_failed_path_is_set_up_again_without_anyone_noticing(pair: Pair) -> None:
