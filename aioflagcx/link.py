@@ -89,6 +89,7 @@ class Link:
         link = cls(runtime, session_id, ended)
         deadline = runtime.loop.time() + timeout
         host, port = parse_address(session_id)
+        inbox = _Inbox()
         connection = await open_connection(
             host,
             port,
@@ -96,14 +97,16 @@ class Link:
             secret=runtime.config.auth_secret,
             limits=runtime.limits,
             timeout=timeout,
-            handler=_Inbox(link),
+            handler=inbox,
         )
         link._begin(connection)
+        inbox.link = link
         try:
             await link._establish(deadline)
         except BaseException as error:
             link._lose(f"no session came about: {error}", farewell="no session came about")
             await link.freed()
+            inbox.link = None  # when the connection had ended before, nobody else does it
             raise
         return link
 
@@ -320,8 +323,9 @@ class Link:
 class _Inbox:
     """What arrives on a link's control connection; lets go of the link at the end."""
 
-    def __init__(self, link: Link) -> None:
-        self._link: Link | None = link
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        """None before it has begun, too: then its first request finds out what happened."""
 
     def connected(self, connection: ControlConnection) -> None:
         """:meth:`Link.open` goes on."""
@@ -330,12 +334,12 @@ class _Inbox:
         """The peer pushes its table; it has nothing to ask for on our connection."""
         if not isinstance(message, MetadataUpdate):
             raise HandshakeRejected(f"{message.KIND} belongs on a connection of your own")
-        if self._link is not None:
-            await self._link.table_pushed(message)
+        if self.link is not None:
+            await self.link.table_pushed(message)
         return None
 
     def disconnected(self, connection: ControlConnection, reason: CloseReason) -> None:
         """The session ends with its control connection."""
-        if self._link is not None:
-            self._link.disconnected(reason)
-            self._link = None
+        if self.link is not None:
+            self.link.disconnected(reason)
+            self.link = None

@@ -63,7 +63,7 @@ class TwoHosts:
 def two_hosts() -> Iterator[TwoHosts]:
     ip = shutil.which("ip")
     if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
+        pytest.fail("network namespaces need root and iproute2")
     with TwoHosts(ip).up() as hosts:
         yield hosts
 

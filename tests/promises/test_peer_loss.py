@@ -16,6 +16,7 @@ from promises.peers import ChildPeer
 from aioflagcx import Engine, Session, Transfer
 from aioflagcx.errors import (
     AioFlagcxError,
+    ConnectError,
     ConnectRefused,
     ConnectTimeout,
     EngineClosed,
@@ -25,6 +26,7 @@ from aioflagcx.errors import (
     TransferError,
     TransferTimeout,
 )
+from aioflagcx.handshake import ControlConnection, HandshakeServer, Identity, Limits
 
 BIG = 64 * MiB
 SLACK = 1.5
@@ -257,6 +259,39 @@ async def test_a_peer_that_dies_while_connecting_is_a_connect_error_in_time(lab:
     with pytest.raises(AioFlagcxError) as failed:
         await asyncio.wait_for(write, 2.0 + SLACK)
     assert failed.value.peer == peer.session_id
+
+
+class Curt:
+    """Serves peers by saying goodbye as soon as they have introduced themselves."""
+
+    def connected(self, connection: ControlConnection) -> None:
+        connection.close("not now")
+
+    async def handle(self, connection: ControlConnection, message: object) -> None:
+        return None
+
+    def disconnected(self, connection: ControlConnection, reason: object) -> None:
+        pass
+
+
+@pytest.mark.arrangements("tcp")
+async def test_a_peer_that_says_goodbye_at_once_is_a_connect_error_and_leaves_nothing_behind(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = Identity(bytes(16), "127.0.0.1:1")
+    limits = Limits.from_config(lab.config())
+    server = HandshakeServer(
+        "127.0.0.1", 0, identity=identity, secret=None, limits=limits, handler=Curt()
+    )
+    await server.start()
+    engine = await lab.engine()
+    for _ in range(5):
+        with pytest.raises(ConnectError) as failed:
+            await engine.connect(f"127.0.0.1:{server.port}")
+        assert "not now" in str(failed.value)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    await until(lambda: engine.stats().sessions == 0)
+    await server.close()
 
 
 @pytest.mark.parametrize("signal", ["killed", "stopped"])
