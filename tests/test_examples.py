@@ -108,7 +108,7 @@ def two_hosts() -> Iterator[tuple[list[str], list[str]]]:
     """Two hosts, with the addresses HOSTS: what to put before a command to run it there."""
     ip = shutil.which("ip")
     if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
+        pytest.fail("network namespaces need root and iproute2")
 
     def configure(*words: str) -> None:
         subprocess.run([ip, *words], check=True)

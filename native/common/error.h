@@ -10,7 +10,7 @@ namespace aioflagcx {
 // A failed system or verbs call. `what()` reads "<call>: <detail>: <strerror>"; the parts stay
 // available so that Python can build its typed errors without parsing text.
 class NativeError : public std::runtime_error {
-public:
+  public:
     // `error` is an errno value, or 0 when no system call failed.
     NativeError(std::string call, int error, std::string detail);
 
@@ -18,7 +18,7 @@ public:
     const std::string& detail() const noexcept { return detail_; }
     int error() const noexcept { return error_; }
 
-private:
+  private:
     std::string call_;
     std::string detail_;
     int error_;

@@ -6,14 +6,14 @@
 namespace aioflagcx {
 
 class EventFd {
-public:
+  public:
     EventFd();
 
     int fd() const noexcept { return fd_.get(); }
     void signal() noexcept;  // async-signal-safe, never blocks
     void clear() noexcept;   // takes back every signal so far
 
-private:
+  private:
     UniqueFd fd_;
 };
 

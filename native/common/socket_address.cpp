@@ -35,9 +35,9 @@ UniqueFd listen_on(const std::string& host, std::uint16_t* port) {
     sockaddr_storage bound{};
     socklen_t length = sizeof bound;
     ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound), &length);
-    *port = ntohs(bound.ss_family == AF_INET6
-                      ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
-                      : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
+    *port =
+        ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&bound)->sin6_port
+                                          : reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
     return fd;
 }
 

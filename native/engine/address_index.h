@@ -16,7 +16,7 @@ struct AddressRange {
 // Immutable once built. A lookup costs O(log n) plus O(log n) for each range that overlaps the
 // piece's first byte, by a segment tree of range ends over the ranges sorted by address.
 class AddressIndex {
-public:
+  public:
     static constexpr std::size_t kNone = SIZE_MAX;
 
     AddressIndex() = default;
@@ -34,15 +34,15 @@ public:
     // The n-th range in address order, as a position in the vector given.
     std::size_t by_address(std::size_t n) const noexcept { return order_[n]; }
 
-private:
+  private:
     bool holds(std::size_t range, std::uint64_t addr, std::uint64_t length,
                std::uint32_t access) const noexcept;
 
     std::vector<AddressRange> ranges_;
-    std::vector<bool> alone_;           // by position: overlaps no other range
-    std::vector<std::size_t> order_;    // positions sorted by address
-    std::vector<std::uint64_t> starts_; // addresses in that order
-    std::vector<std::uint64_t> tree_;   // maximum of last addresses; leaves from leaves_ on
+    std::vector<bool> alone_;            // by position: overlaps no other range
+    std::vector<std::size_t> order_;     // positions sorted by address
+    std::vector<std::uint64_t> starts_;  // addresses in that order
+    std::vector<std::uint64_t> tree_;    // maximum of last addresses; leaves from leaves_ on
     std::size_t leaves_ = 0;
 };
 

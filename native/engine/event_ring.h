@@ -56,7 +56,7 @@ using Event = std::variant<TransferEvent, EndpointDown, KeepaliveLost, Immediate
 
 // Lock: mutex_ guards the queues and `woken_`; a leaf.
 class EventRing {
-public:
+  public:
     explicit EventRing(Stats& stats) : stats_(stats) {}
 
     int fd() const noexcept { return fd_.fd(); }
@@ -66,7 +66,7 @@ public:
     // Takes everything and clears the wake-up.
     std::pair<std::vector<std::uint64_t>, std::vector<Event>> drain();
 
-private:
+  private:
     void wake_locked();
 
     Stats& stats_;

@@ -13,8 +13,7 @@ RdmaContext::RdmaContext(std::unique_ptr<verbs::Device> device, const EngineOpti
     : device_(std::move(device)), pd_(device_->alloc_pd()) {
     for (std::uint32_t i = 0; i < std::max(options.workers_per_device, 1u); ++i) {
         workers_.push_back(std::make_unique<Worker>(*device_, device_->attributes().max_cqe,
-                                                    options.spin, stats,
-                                                    "afx-" + device_->name()));
+                                                    options.spin, stats, "afx-" + device_->name()));
     }
 }
 

@@ -15,7 +15,7 @@
 namespace aioflagcx::engine {
 
 class RdmaContext {
-public:
+  public:
     RdmaContext(std::unique_ptr<verbs::Device> device, const EngineOptions& options, Stats& stats);
     ~RdmaContext();
 
@@ -27,7 +27,7 @@ public:
     Worker& next_worker() noexcept;
     void stop();
 
-private:
+  private:
     std::unique_ptr<verbs::Device> device_;
     std::unique_ptr<verbs::ProtectionDomain> pd_;
     std::vector<std::unique_ptr<Worker>> workers_;

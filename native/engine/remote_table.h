@@ -16,7 +16,7 @@ namespace aioflagcx::engine {
 // One immutable state of the table. Sessions swap a shared_ptr to it; transfers keep the one they
 // were resolved against.
 class RemoteTable {
-public:
+  public:
     explicit RemoteTable(TableData data);
 
     // The state after a delta; `added` holds the new regions.
@@ -33,7 +33,7 @@ public:
         return data_.keys[record.key_off + device * record.chunks() + chunk];
     }
 
-private:
+  private:
     TableData data_;
     AddressIndex index_;
     std::unordered_map<std::string_view, std::size_t> by_name_;  // views into data_.names

@@ -21,7 +21,7 @@ class Responder;
 
 // The receive side of one responder queue pair: takes immediates, posts receives again.
 class ReceiveSink final : public CompletionSink {
-public:
+  public:
     ReceiveSink(Worker& worker, std::weak_ptr<Responder> responder)
         : worker_(worker), responder_(std::move(responder)) {}
 
@@ -32,7 +32,7 @@ public:
     void set_queue_pair(std::shared_ptr<verbs::QueuePair> qp) { qp_ = std::move(qp); }
     void post_receives(std::uint32_t count);
 
-private:
+  private:
     Worker& worker_;
     std::weak_ptr<Responder> responder_;
     std::shared_ptr<verbs::QueuePair> qp_;
@@ -41,7 +41,7 @@ private:
 // Locks, never held together: mutex_ guards the queue pairs and `closed_` (held while fencing,
 // which waits for the device's own threads only); imm_mutex_ guards the immediates.
 class Responder : public std::enable_shared_from_this<Responder> {
-public:
+  public:
     Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer);
     ~Responder();  // close()
 
@@ -61,7 +61,7 @@ public:
     void forget(std::uint32_t imm);
     void on_immediate(std::uint32_t imm);
 
-private:
+  private:
     struct Accepted {
         std::uint64_t attempt = 0;
         std::uint64_t rail = 0;

@@ -157,11 +157,10 @@ void Session::watch(const std::string& host, std::uint16_t port,
     const std::lock_guard lock(mutex_);
     if (lost_) return;
     EventRing& ring = engine_->ring();  // outlives the liveness thread
-    engine_->liveness().watch(id_, host, port, presented, engine_->options().keepalive_interval,
-                              engine_->options().keepalive_timeout,
-                              [&ring, id = id_](const std::string& reason) {
-                                  ring.push(KeepaliveLost{id, reason});
-                              });
+    engine_->liveness().watch(
+        id_, host, port, presented, engine_->options().keepalive_interval,
+        engine_->options().keepalive_timeout,
+        [&ring, id = id_](const std::string& reason) { ring.push(KeepaliveLost{id, reason}); });
 }
 
 bool Session::update_table(bool full, std::uint64_t base, std::uint64_t generation,

@@ -28,7 +28,7 @@ class Responder;
 //
 // Lock: mutex_ guards the registries and `closed_`; held for no call into anything else.
 class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
-public:
+  public:
     // One rail per device; at least one.
     TransferEngine(EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices);
     ~TransferEngine();
@@ -48,7 +48,7 @@ public:
     std::shared_ptr<Responder> create_responder(const std::string& peer,
                                                 Liveness::Seconds keepalive_timeout);
 
-private:
+  private:
     const EngineOptions options_;
     Stats stats_;
     EventRing ring_{stats_};

@@ -70,8 +70,8 @@ py::tuple table_since(TransferEngine& self, std::uint64_t generation) {
         const py::gil_scoped_release release;
         changes = self.regions()->since(generation);
     }
-    return py::make_tuple(changes.full, changes.base, changes.generation,
-                          py::bytes(changes.table), py::bytes(changes.removed));
+    return py::make_tuple(changes.full, changes.base, changes.generation, py::bytes(changes.table),
+                          py::bytes(changes.removed));
 }
 
 py::object region(TransferEngine& self, std::uint64_t id) {
@@ -147,34 +147,39 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("generation",
                                [](TransferEngine& self) { return self.regions()->generation(); })
         .def("poll_events", &poll_events)
-        .def("check_mapped",
-             [](TransferEngine&,
-                const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
-                 return check_ranges(ranges);
-             },
-             py::arg("ranges"))
+        .def(
+            "check_mapped",
+            [](TransferEngine&,
+               const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
+                return check_ranges(ranges);
+            },
+            py::arg("ranges"))
         .def("register", &register_ranges, py::arg("ranges"))
-        .def("revoke",
-             [](TransferEngine& self, const std::vector<std::uint64_t>& ids) {
-                 const py::gil_scoped_release release;
-                 self.regions()->revoke(ids);
-             },
-             py::arg("region_ids"))
-        .def("deregister",
-             [](TransferEngine& self, const std::vector<std::uint64_t>& ids,
-                std::optional<double> timeout) {
-                 const py::gil_scoped_release release;
-                 return self.regions()->remove(ids, timeout ? deadline_after(*timeout) : verbs::Deadline::max());
-             },
-             py::arg("region_ids"), py::arg("timeout"))
+        .def(
+            "revoke",
+            [](TransferEngine& self, const std::vector<std::uint64_t>& ids) {
+                const py::gil_scoped_release release;
+                self.regions()->revoke(ids);
+            },
+            py::arg("region_ids"))
+        .def(
+            "deregister",
+            [](TransferEngine& self, const std::vector<std::uint64_t>& ids,
+               std::optional<double> timeout) {
+                const py::gil_scoped_release release;
+                return self.regions()->remove(
+                    ids, timeout ? deadline_after(*timeout) : verbs::Deadline::max());
+            },
+            py::arg("region_ids"), py::arg("timeout"))
         .def("table_since", &table_since, py::arg("generation"))
         .def("region", &region, py::arg("region_id"))
         .def("create_session", &TransferEngine::create_session, py::arg("peer"))
-        .def("create_responder",
-             [](TransferEngine& self, const std::string& peer, double timeout) {
-                 return self.create_responder(peer, engine::Liveness::Seconds(timeout));
-             },
-             py::arg("peer"), py::arg("keepalive_timeout"))
+        .def(
+            "create_responder",
+            [](TransferEngine& self, const std::string& peer, double timeout) {
+                return self.create_responder(peer, engine::Liveness::Seconds(timeout));
+            },
+            py::arg("peer"), py::arg("keepalive_timeout"))
         .def("stats", &stats);
 }
 

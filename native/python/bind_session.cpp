@@ -119,12 +119,15 @@ void bind_session(py::module_& module) {
 
     py::class_<Task>(module, "Task")
         .def_property_readonly("bytes_total", [](const Task& t) { return t.task->bytes_total; })
-        .def_property_readonly("bytes_done", [](const Task& t) { return t.task->bytes_done.load(); })
+        .def_property_readonly("bytes_done",
+                               [](const Task& t) { return t.task->bytes_done.load(); })
         .def_property_readonly("imm_count", [](const Task& t) { return t.task->imm_count.load(); })
-        .def("cancel", [](const Task& t) { t.session->cancel(*t.task); },
-             py::call_guard<py::gil_scoped_release>())
-        .def("abort", [](const Task& t) { t.session->abort(t.task); },
-             py::call_guard<py::gil_scoped_release>());
+        .def(
+            "cancel", [](const Task& t) { t.session->cancel(*t.task); },
+            py::call_guard<py::gil_scoped_release>())
+        .def(
+            "abort", [](const Task& t) { t.session->abort(t.task); },
+            py::call_guard<py::gil_scoped_release>());
 
     py::class_<Session, std::shared_ptr<Session>>(module, "Session")
         .def_property_readonly("id", &Session::id)
@@ -134,8 +137,8 @@ void bind_session(py::module_& module) {
         .def("prepare", &prepare, py::arg("attempt"))
         .def("establish", &establish, py::arg("attempt"), py::arg("rails"), py::arg("timeout"))
         .def("watch", &watch, py::arg("host"), py::arg("port"), py::arg("token"))
-        .def("update_table", &update_table, py::arg("full"), py::arg("base"),
-             py::arg("generation"), py::arg("table"), py::arg("removed"))
+        .def("update_table", &update_table, py::arg("full"), py::arg("base"), py::arg("generation"),
+             py::arg("table"), py::arg("removed"))
         .def("find", &find, py::arg("addr"), py::arg("size"))
         .def("find_name", &find_name, py::arg("name"))
         .def("region_at", &region_at, py::arg("index"))

@@ -49,7 +49,8 @@ verbs::AttributeValue value_from(const std::string& key, py::handle value) {
     bad_attribute(key, "is no int, str, bytes or list of str");
 }
 
-py::object named_tuple(py::module_& module, const char* name, const std::vector<const char*>& fields) {
+py::object named_tuple(py::module_& module, const char* name,
+                       const std::vector<const char*>& fields) {
     py::list names;
     for (const char* field : fields) names.append(field);
     py::object type = py::module_::import("collections")
@@ -191,21 +192,18 @@ py::object region_record(const engine::TableRecord& record, std::string_view nam
                                text_or_none(record.name_off != engine::kNoName, name));
 }
 
-py::object event_object(const engine::Event& event) {
-    return std::visit(EventVisitor{}, event);
-}
+py::object event_object(const engine::Event& event) { return std::visit(EventVisitor{}, event); }
 
 void bind_types(py::module_& module) {
     types.region_record =
         named_tuple(module, "RegionRecord", {"id", "addr", "size", "access", "name"}).release();
-    types.transfer_event =
-        named_tuple(module, "TransferEvent",
-                    {"id", "status", "unknown_attempts", "cause", "vendor_err", "rail", "address",
-                     "length"})
+    types.transfer_event = named_tuple(module, "TransferEvent",
+                                       {"id", "status", "unknown_attempts", "cause", "vendor_err",
+                                        "rail", "address", "length"})
+                               .release();
+    types.endpoint_down =
+        named_tuple(module, "EndpointDown", {"session", "attempt", "cause", "vendor_err", "rail"})
             .release();
-    types.endpoint_down = named_tuple(module, "EndpointDown",
-                                      {"session", "attempt", "cause", "vendor_err", "rail"})
-                              .release();
     types.keepalive_lost = named_tuple(module, "KeepaliveLost", {"owner", "reason"}).release();
     types.immediates = named_tuple(module, "Immediates", {"responder", "imm"}).release();
 

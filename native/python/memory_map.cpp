@@ -57,8 +57,7 @@ Mapped check_one(const std::vector<Mapping>& mappings, std::uint64_t addr, std::
 
 }  // namespace
 
-std::vector<Mapped> check_mapped(
-    std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges) {
+std::vector<Mapped> check_mapped(std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges) {
     const std::vector<Mapping> mappings = read_maps();
     std::vector<Mapped> answers;
     answers.reserve(ranges.size());

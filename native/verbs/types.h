@@ -101,8 +101,7 @@ struct WorkCompletion {
 
 // What one QP tells the other through the handshake: provider-specific, carried as a msgpack map.
 using Bytes = std::vector<std::uint8_t>;
-using AttributeValue =
-    std::variant<std::uint64_t, std::string, Bytes, std::vector<std::string>>;
+using AttributeValue = std::variant<std::uint64_t, std::string, Bytes, std::vector<std::string>>;
 using Attributes = std::map<std::string, AttributeValue>;
 
 }  // namespace aioflagcx::verbs

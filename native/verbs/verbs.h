@@ -23,24 +23,24 @@ using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
 struct DeviceAttributes {
-    std::uint32_t max_qp_wr = 0;         // send (and receive) requests a QP may hold
-    std::uint32_t max_cqe = 0;           // completions a CQ may hold
-    std::uint32_t max_inline = 0;        // bytes
-    std::uint64_t max_mr_size = 0;       // bytes; longer regions take several MRs
-    std::uint32_t max_msg_size = 0;      // bytes of one request
+    std::uint32_t max_qp_wr = 0;     // send (and receive) requests a QP may hold
+    std::uint32_t max_cqe = 0;       // completions a CQ may hold
+    std::uint32_t max_inline = 0;    // bytes
+    std::uint64_t max_mr_size = 0;   // bytes; longer regions take several MRs
+    std::uint32_t max_msg_size = 0;  // bytes of one request
 };
 
 // A registered range. Destroying it returns only when no peer and no local request of the
 // provider can touch the range any more through its keys.
 class MemoryRegion {
-public:
+  public:
     virtual ~MemoryRegion() = default;
     virtual std::uint32_t lkey() const noexcept = 0;
     virtual std::uint32_t rkey() const noexcept = 0;
 };
 
 class CompletionQueue {
-public:
+  public:
     virtual ~CompletionQueue() = default;
 
     // Takes up to out.size() completions; also drives the provider's progress where it needs any.
@@ -62,13 +62,14 @@ struct QpInit {
     CompletionQueue* recv_cq = nullptr;
     std::uint32_t max_send_wr = 0;
     std::uint32_t max_recv_wr = 0;
-    std::uint8_t retry_cnt = 7;  // as ibv_qp_attr; the soft device's transport is TCP, which retries
-    std::uint8_t rnr_retry = 7;  // 7: no limit
+    std::uint8_t retry_cnt =
+        7;  // as ibv_qp_attr; the soft device's transport is TCP, which retries
+    std::uint8_t rnr_retry = 7;       // 7: no limit
     std::uint8_t min_rnr_timer = 12;  // InfiniBand's encoding; 12 is 0.64 ms
 };
 
 class QueuePair {
-public:
+  public:
     virtual ~QueuePair() = default;
 
     virtual std::uint32_t num() const noexcept = 0;
@@ -102,7 +103,7 @@ public:
 };
 
 class ProtectionDomain {
-public:
+  public:
     virtual ~ProtectionDomain() = default;
     virtual std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
                                                           std::uint32_t access) = 0;
@@ -111,7 +112,7 @@ public:
 };
 
 class Device {
-public:
+  public:
     virtual ~Device() = default;
     virtual const std::string& name() const noexcept = 0;
     virtual const DeviceAttributes& attributes() const noexcept = 0;
