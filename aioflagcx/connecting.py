@@ -67,6 +67,10 @@ async def connect_attempt(
         theirs = [dict(rail) for rail in reply.rails]
         path = await threads.run(native.establish, attempt, theirs, left)
     except _native.NativeError as error:
+        if connection.is_closed:  # then the native session is gone, too, and knows no reason
+            raise ConnectError(
+                f"{peer} closed the connection during the handshake", peer=peer, cause=error
+            ) from error
         kind = _KINDS.get(error.errno, ConnectError)
         raise kind(
             f"the data path to {peer} could not be set up: {error.call}: {error.detail}",
