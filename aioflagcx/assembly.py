@@ -60,6 +60,7 @@ class Assembly:
 
     def __init__(self) -> None:
         self._teardown = contextlib.AsyncExitStack()
+        self._native: _native.TransferEngine | None = None
 
     @classmethod
     async def open(
@@ -106,8 +107,8 @@ class Assembly:
         undo = self._teardown
         threads = NativeThreads("aioflagcx")
         undo.callback(threads.close)
-        native = await _open_native(threads, devices, config, bound, name)
-        undo.push_async_callback(threads.run, native.close)
+        native = self._native = await _open_native(threads, devices, config, bound, name)
+        undo.push_async_callback(self._end_native, threads)
         flights = Flights(loop, config.drain_timeout)
         undo.callback(flights.close)
         events = Events(loop, native, flights)
@@ -154,13 +155,29 @@ class Assembly:
         """Stop all transfers, say goodbye, fence the peers, free everything."""
         await self._teardown.aclose()
 
+    async def _end_native(self, threads: NativeThreads) -> None:
+        await threads.run(self._close_native)
+        if hasattr(self, "registry"):  # opening may have failed before
+            self.registry.closed()
+
+    def _close_native(self) -> None:
+        """Blocks until no native thread touches any memory. Its caller holds this object, and
+        with it the memory, until then."""
+        if self._native is not None:
+            self._native.close()
+
+    def __del__(self) -> None:
+        # Not closed, as the loop ended before: registered memory must not be freed under the
+        # native threads.
+        self._close_native()
+
     def abandon(self) -> None:
         """:meth:`close` for an engine that nobody holds any more; from any thread."""
         loop = self.runtime.loop
         try:
             loop.call_soon_threadsafe(self._close_later)
         except RuntimeError:  # the loop is closed, so only threads and memory are left
-            self.runtime.native.close()
+            self._close_native()
             self.runtime.threads.close()
 
     def _close_later(self) -> None:

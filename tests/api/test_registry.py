@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import mmap
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -295,6 +296,27 @@ async def test_one_region_in_use_does_not_hold_up_others(pair: Pair) -> None:
     await asyncio.wait_for(pair.ours.deregister(other), 2)
     transfer.cancel()
     await pair.ours.deregister(pair.local)
+
+
+async def test_closing_ends_a_deregistration_that_could_not_finish(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = np.zeros(MiB, np.uint8)
+    gone = weakref.ref(memory)
+    region = await engine.register(memory)
+    del memory
+    assert engine._open is not None
+    monkeypatch.setattr("aioflagcx.registry._CLOSE_TIMEOUT", 0.05)
+    monkeypatch.setattr(
+        engine._open.registry, "_drain_blocking", lambda ids: time.sleep(0.001) or []
+    )
+    waiting = asyncio.create_task(engine.deregister(region, timeout=None))
+    await asyncio.sleep(0)
+    await engine.close()
+    await asyncio.wait_for(waiting, 1)
+    assert "deregistered" in repr(region)
+    gc.collect()
+    assert gone() is None
 
 
 async def test_a_range_can_be_registered_again_at_once(pair: Pair) -> None:
