@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import warnings
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
@@ -10,7 +11,7 @@ from types import TracebackType
 from . import _native
 from .assembly import Assembly, check_devices
 from .config import Config
-from .errors import EngineClosed, NotifyRefused
+from .errors import ConfigError, EngineClosed, NotifyRefused
 from .notifications import Notification, NotificationQueue, Outgoing
 from .outcomes import local_address_error
 from .pieces import Addresses, Pieces
@@ -22,6 +23,8 @@ from .transfer import Transfer
 from .waiting import DEFAULT, Timeout, outlast, seconds
 
 __all__ = ["Engine"]
+
+_MAX_PORT = 65_535
 
 
 class Engine:
@@ -52,7 +55,9 @@ class Engine:
         """
         self._config = Config.from_env() if config is None else config
         self._devices = check_devices(devices, self._config)
-        self._port = port
+        self._port = operator.index(port)
+        if not 0 <= self._port <= _MAX_PORT:
+            raise ConfigError(f"port={port}: accepted is 0 to {_MAX_PORT}")
         self._advertise = advertise
         self._transfer_timeout = self._config.transfer_timeout
         self._pieces = Pieces()
@@ -349,5 +354,6 @@ class Engine:
         if not request.pieces and outgoing is None:
             runtime.loop.call_soon(transfer._complete_empty)
         else:
-            transfer._reach(runtime.loop.create_task(post(assembly.peers, transfer, target)))
+            helper = runtime.loop.create_task(post(assembly.peers, transfer, target))
+            transfer._reach(helper, target if isinstance(target, str) else target.id)
         return transfer

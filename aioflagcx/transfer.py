@@ -77,6 +77,7 @@ class Transfer:
         "_link",
         "_notify",
         "_observed",
+        "_peer",
         "_phase",
         "_quiet_by",
         "_remote_quiet",
@@ -106,6 +107,7 @@ class Transfer:
         self._notify = notify
         self._timeout = timeout
         self._link: Link | None = None
+        self._peer: str | None = None
         self._task: _native.Task | None = None
         self._helper: asyncio.Task[None] | None = None
         self._waiters: list[asyncio.Future[None]] | None = None
@@ -194,7 +196,7 @@ class Transfer:
             del self, cancelled  # the traceback would tie a knot
 
     def __repr__(self) -> str:
-        peer = "" if self._link is None else f" with {self._link.id}"
+        peer = "" if self._peer is None else f" with {self._peer}"
         return (
             f"<Transfer #{self._id}{peer} {self._status} "
             f"{self.bytes_done} of {self.bytes_total} bytes>"
@@ -207,9 +209,10 @@ class Transfer:
 
     # What the engine tells it ----------------------------------------------------------------
 
-    def _reach(self, helper: asyncio.Task[None]) -> None:
+    def _reach(self, helper: asyncio.Task[None], peer: str) -> None:
         """``helper`` gets it to where it can be posted; it is cancelled if this is stopped."""
         self._helper = helper
+        self._peer = peer
 
     def _post(self, link: Link) -> None:
         """Hand it to the native core. RemoteMiss, NativeError, NotifyRefused leave it as it was."""
@@ -221,6 +224,7 @@ class Transfer:
         self._task = link.native.submit(self._request, self._id, imm)
         self._request = None
         self._link = link
+        self._peer = link.id
         self._helper = None
         self._phase = _POSTED
 
@@ -340,11 +344,14 @@ class Transfer:
 
     def _finish_stopped(self, quiet: bool) -> None:
         assert self._stop is not None
+        progress = f"{self.bytes_done} of {self.bytes_total} bytes had been moved"
+        if self._link is None:
+            progress += ", there was no session or no region table to start with yet"
         status, error = stopped(
             self._stop,
-            peer=None if self._link is None else self._link.id,
+            peer=self._peer,
             timeout=self._timeout,
-            progress=f"{self.bytes_done} of {self.bytes_total} bytes had been moved",
+            progress=progress,
             quiet=quiet,
             notify_delivered=None if self._phase is _Phase.NOTIFYING else False,
         )

@@ -7,6 +7,8 @@ import gc
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -172,6 +174,9 @@ async def test_hosts_and_devices_that_are_not_there() -> None:
         await Engine("no-such-host.invalid").start()
     with pytest.raises(ConfigError, match=r'"mlx5_0".*soft'):
         Engine(devices="mlx5_0")
+    for port in (-1, 65_536):
+        with pytest.raises(ConfigError, match=f"port={port}"):
+            Engine(port=port)
     with pytest.raises(ConfigError, match=r'"mlx5_0".*soft'):
         Engine(config=Config(devices="soft,mlx5_0"))
     for devices in ("soft", ["soft"], "auto"):
@@ -226,6 +231,41 @@ async def test_a_collected_engine_warns_and_is_freed(path: str) -> None:
         w.category is ResourceWarning and "unclosed <Engine" in str(w.message) for w in caught
     )
     await until(lambda: native_threads() <= before)
+
+
+_ABANDONING = """
+import asyncio, gc, sys
+import numpy as np
+from aioflagcx import Config, Engine
+
+async def main():
+    config = Config(soft_paths=(sys.argv[1],))
+    ours, theirs = Engine(config=config), Engine(config=config)
+    await ours.start()
+    await theirs.start()
+    local = await ours.register(np.ones(1 << 20, np.uint8))
+    remote = await theirs.register(np.ones(1 << 20, np.uint8))
+    session = await ours.connect(theirs.session_id)
+    src, dst = np.full(200_000, local.addr), np.full(200_000, remote.addr)
+    transfer = ours.submit_write(session, src, dst, local.size)
+    while not transfer.bytes_done:
+        await asyncio.sleep(0)
+    return transfer
+
+for _ in range(3):
+    transfer = asyncio.run(main())
+    gc.collect()
+    del transfer
+    gc.collect()
+"""
+
+
+def test_memory_is_not_freed_under_an_engine_that_the_loop_did_not_live_to_close(
+    path: str,
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _ABANDONING, path]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
 
 
 async def test_closing_waits_although_the_caller_is_cancelled(pair: Pair) -> None:

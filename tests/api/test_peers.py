@@ -150,8 +150,9 @@ async def test_a_silent_peer(engines: Start) -> None:
             await ours.connect(peer, timeout=0.1)
         with pytest.raises(ConnectTimeout, match=r"0\.2 s"):
             await ours.write(peer, region, 1, 1)
-        with pytest.raises(TransferTimeout, match=r"0\.1 s"):
+        with pytest.raises(TransferTimeout, match=r"0\.1 s.*no session") as caught:
             await ours.write(peer, region, 1, 1, timeout=0.1)
+        assert caught.value.peer == peer
 
 
 async def test_a_transfer_that_still_connects_ends_at_once(engines: Start) -> None:
@@ -164,8 +165,10 @@ async def test_a_transfer_that_still_connects_ends_at_once(engines: Start) -> No
         assert transfer.cancel()
         assert transfer.done()
         assert transfer.remote_quiet
-        with pytest.raises(TransferCancelled):
+        with pytest.raises(TransferCancelled) as caught:
             await transfer
+        assert caught.value.peer == peer
+        assert peer in repr(transfer)
         await asyncio.wait_for(ours.deregister(region), 1)  # nothing holds it
 
 
