@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
+import numbers
 from typing import TypeVar
 
 __all__ = ["DEFAULT", "Default", "Timeout", "outlast", "seconds"]
@@ -36,7 +37,7 @@ def seconds(timeout: Timeout, default: float | None) -> float | None:
         return default
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}")
     if not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")

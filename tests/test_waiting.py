@@ -4,6 +4,7 @@ import asyncio
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioflagcx.waiting import DEFAULT, outlast, seconds
@@ -15,6 +16,8 @@ def test_timeouts() -> None:
     assert seconds(None, 5.0) is None
     assert seconds(2, 5.0) == 2.0
     assert seconds(math.inf, 5.0) is None
+    assert seconds(np.float32(2), 5.0) == 2.0
+    assert type(seconds(np.int64(2), 5.0)) is float
 
 
 @pytest.mark.parametrize("timeout", [0, -1, -math.inf, math.nan])
