@@ -224,7 +224,8 @@ class Engine:
 
         When it returns, nothing of the sessions that the peer had opened to this engine can read
         or write here any more; the peer's pending transfers to us fail. The peer's next call
-        opens a new session. Nothing happens when no such peer is connected.
+        opens a new session. Nothing happens when no such peer is connected; TypeError and
+        ValueError tell what is neither kind of id.
         """
         await self._assembly().serving.quiesce(peer)
 

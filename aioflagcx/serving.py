@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 from . import _native
 from .errors import HandshakeRejected, ProtocolError
-from .handshake import CloseReason, ControlConnection
+from .handshake import CloseReason, ControlConnection, format_address, parse_address
 from .handshake.messages import (
     Connect,
     ConnectReply,
@@ -25,6 +26,8 @@ from .runtime import Runtime
 __all__ = ["Guest", "Serving"]
 
 _logger = logging.getLogger(__name__)
+
+_ENGINE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII | re.IGNORECASE)
 
 
 class Guest:
@@ -206,7 +209,14 @@ class Serving:
             guest.push_table()
 
     async def quiesce(self, peer: str) -> None:
-        """Fence everything that the engine with this session or engine id can write to here."""
+        """Fence everything that the engine with this session or engine id can write to here.
+
+        TypeError and ValueError for what is neither: to do nothing would pass for a fence.
+        """
+        if not isinstance(peer, str):
+            raise TypeError(f"expected a session or engine id, not {type(peer).__name__}")
+        is_engine = _ENGINE_ID.fullmatch(peer)
+        peer = peer.lower() if is_engine else format_address(*parse_address(peer))
         guests = [
             guest
             for guest in (*self._guests.values(), *self._leaving)

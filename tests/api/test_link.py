@@ -230,7 +230,16 @@ async def test_quiesce_fences_a_peer(pair: Pair) -> None:
 
 async def test_quiesce_of_nobody(pair: Pair) -> None:
     await pair.theirs.quiesce("127.0.0.1:1")
-    await pair.theirs.quiesce("")
+    await pair.theirs.quiesce(pair.theirs.engine_id)
+
+
+async def test_quiesce_of_what_is_no_id_does_not_pass_for_a_fence(pair: Pair) -> None:
+    for no_id in (None, pair.session, pair.ours.engine_id.encode()):
+        with pytest.raises(TypeError, match="engine id"):
+            await pair.theirs.quiesce(no_id)  # type: ignore[arg-type]
+    for no_id in ("", "127.0.0.1", pair.ours.engine_id[:8]):
+        with pytest.raises(ValueError, match="address"):
+            await pair.theirs.quiesce(no_id)
     assert pair.session.alive
     assert await pair.write() == 4096
 
