@@ -111,17 +111,17 @@ def _from_dlpack(memory: Any) -> Memory:
             f"{_name(memory)} requires a gradient, which writing behind autograd's back would "
             "falsify: register its .detach()"
         )
-    device, _ = memory.__dlpack_device__()
-    if device not in _dlpack.HOST_DEVICES:
-        raise RegistrationError(
-            f"{_name(memory)} is on {_dlpack.device_name(device)}: no device here can reach it"
-        )
     try:
-        tensor = _dlpack.export(memory)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        device, _ = memory.__dlpack_device__()
+        tensor = _dlpack.export(memory) if device in _dlpack.HOST_DEVICES else None
+    except Exception as error:  # whatever its library raises
         raise RegistrationError(
             f"{_name(memory)} cannot be exported by DLPack", cause=error
         ) from error
+    if tensor is None:
+        raise RegistrationError(
+            f"{_name(memory)} is on {_dlpack.device_name(device)}: no device here can reach it"
+        )
     if tensor.copied:
         raise RegistrationError(f"{_name(memory)} exports a copy of itself, not its memory")
     if not _is_contiguous(tensor.shape, tensor.strides):
@@ -134,12 +134,17 @@ def _from_array_interface(memory: Any) -> Memory:
     data = interface.get("data")
     if not isinstance(data, tuple):
         raise RegistrationError(f"{_name(memory)}.__array_interface__ gives no address")
-    shape = tuple(interface["shape"])
-    itemsize = np.dtype(interface["typestr"]).itemsize
+    try:
+        addr, readonly = operator.index(data[0]), data[1]
+        shape = tuple(map(operator.index, interface["shape"]))
+        itemsize = np.dtype(interface["typestr"]).itemsize
+    except (LookupError, TypeError, ValueError) as error:
+        raise RegistrationError(
+            f"{_name(memory)}.__array_interface__ is none", cause=error
+        ) from error
     strides = interface.get("strides")
     if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
         raise _not_contiguous(memory, shape, tuple(strides))
-    addr, readonly = data
     size = itemsize
     for extent in shape:
         size *= extent

@@ -55,7 +55,7 @@ class Registry:
         self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
     ) -> list[Region]:
         """Register all of them or, when that fails or is cancelled, none."""
-        if access not in ACCESS_BITS:
+        if not isinstance(access, str) or access not in ACCESS_BITS:
             raise RegistrationError(f"access {access!r} is none of {', '.join(ACCESS_BITS)}")
         if names is not None and len(names) != len(memories):
             raise RegistrationError(f"{len(memories)} memories but {len(names)} names")

@@ -230,6 +230,23 @@ def test_array_interface() -> None:
         locate(Interface(shape=(2, 8), typestr="|u1", data=where, strides=(16, 1)))
     with pytest.raises(RegistrationError, match="address"):
         locate(Interface(shape=(2, 8), typestr="|u1", data=None))
+    for wrong in ({"typestr": "zz"}, {"data": ("16", False)}, {"data": ()}, {"shape": "ab"}):
+        with pytest.raises(RegistrationError, match="__array_interface__ is none"):
+            locate(Interface(**{"shape": (4,), "typestr": "|u1", "data": where, **wrong}))
+    with pytest.raises(RegistrationError, match="__array_interface__ is none"):
+        locate(Interface(data=where))
+
+
+def test_whatever_an_exporter_raises_is_a_registration_error() -> None:
+    class Broken:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+        def __dlpack__(self, **_: object) -> object:
+            raise AttributeError("broken")
+
+    with pytest.raises(RegistrationError, match="AttributeError: broken"):
+        locate(Broken())
 
 
 def test_cuda_array_interface_is_refused() -> None:

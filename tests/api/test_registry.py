@@ -114,7 +114,7 @@ async def test_overlapping_regions_are_allowed(engine: Engine) -> None:
     assert session.find(inner.addr - 1, 10).size == 4096
 
 
-@pytest.mark.parametrize("access", ["", "rw", "execute", None])
+@pytest.mark.parametrize("access", ["", "rw", "execute", None, ["read"]])
 async def test_unknown_access(engine: Engine, access: Any) -> None:
     with pytest.raises(RegistrationError, match="read, write, read_write"):
         await engine.register(bytearray(8), access=access)
