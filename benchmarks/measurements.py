@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import numpy as np
 from figures import Figure
@@ -77,6 +78,7 @@ async def throughput(path: str, setting: Setting) -> AsyncIterator[Figure]:
             for size in (*SIZES, None):
                 total = size or LARGEST
                 source, target = pair.source, pair.target.address
+                arguments: tuple[Any, Any, int]
                 if size is None:
                     arguments = (source + places, target + places[::-1], BLOCK)
                 else:
@@ -274,7 +276,7 @@ async def idle_cpu(path: str, setting: Setting) -> AsyncIterator[Figure]:
             started = time.process_time() + await target.cpu_seconds()
             await asyncio.sleep(seconds)
             used = time.process_time() + await target.cpu_seconds() - started
-            return used / seconds * 100
+            return float(used / seconds * 100)
 
         rounds = max(1, setting.rounds // 2)
         for _ in range(rounds):

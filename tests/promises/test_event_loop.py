@@ -2,7 +2,7 @@
 
 Each test has a task that wants to run every millisecond. How late it came is reported; since a
 busy machine is late by itself, what must hold in the best of several rounds is strict, what must
-hold in all of them is generous.
+hold in all of them is generous, and both yield to how late the ticker is without any work.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ BEST_ROUND = 0.02
 """Seconds that the worst delay of the best round may have: what blocks the loop by itself does
 so in every round."""
 ANY_ROUND = 0.25
+ALONE = 0.1
+"""Seconds for which the ticker runs without any work, before each round."""
 
 MAP_NORESERVE = 0x4000  # mmap(2); the module has it since Python 3.11
 
@@ -36,8 +38,11 @@ async def check(
     best_round: float = BEST_ROUND,
     any_round: float = ANY_ROUND,
 ) -> None:
-    worst, delays = [], []
+    alone, worst, delays = [], [], []
     for round_ in range(ROUNDS):
+        async with Ticker() as ticker:
+            await asyncio.sleep(ALONE)
+        alone.append(ticker.worst)
         async with Ticker() as ticker:
             await work(round_)
         worst.append(ticker.worst)
@@ -46,8 +51,9 @@ async def check(
     report("p99 delay", percentile(delays, 99) * 1e3, "ms")
     report("worst delay of the best round", min(worst) * 1e3, "ms")
     report("worst delay", max(worst) * 1e3, "ms")
-    assert min(worst) < best_round
-    assert max(worst) < any_round
+    report("worst delay without any work", max(alone) * 1e3, "ms")
+    assert min(worst) < max(best_round, 2 * max(alone))
+    assert max(worst) < max(any_round, 10 * max(alone))
 
 
 async def test_a_ticker_keeps_time_beside_8192_piece_writes(lab: Lab, report: Report) -> None:
