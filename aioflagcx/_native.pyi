@@ -65,7 +65,7 @@ class TransferEvent(NamedTuple):
     (or read) for them until it has fenced those attempts. Empty: remotely quiet already."""
     cause: str  # "IBV_WC_REM_ACCESS_ERR" and so on, or ""
     vendor_err: int
-    rail: str  # local device's name, or ""
+    rail: str  # "local->remote" device names of a slice that ended badly, or ""
     address: int  # remote address of the slice that failed, 0 when none
     length: int
 

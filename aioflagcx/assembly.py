@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 
@@ -61,6 +62,12 @@ class Assembly:
     def __init__(self) -> None:
         self._teardown = contextlib.AsyncExitStack()
         self._native: _native.TransferEngine | None = None
+        self._pid = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child's copy, whose threads, sockets and peers are not its."""
+        return os.getpid() != self._pid
 
     @classmethod
     async def open(

@@ -20,7 +20,7 @@ from .region import Region
 from .session import Session
 from .stats import Stats
 from .transfer import Transfer
-from .waiting import DEFAULT, Timeout, outlast, seconds
+from .waiting import DEFAULT, Timeout, check_loop, outlast, seconds
 
 __all__ = ["Engine"]
 
@@ -100,10 +100,13 @@ class Engine:
         New calls are refused at once. Transfers are cancelled, as by a timeout, and their
         awaiters get :class:`~aioflagcx.errors.EngineClosed`; sessions are closed, peers fenced,
         regions deregistered, iterations over notifications ended. When the caller is cancelled
-        meanwhile, the cancellation is raised after the end.
+        meanwhile, the cancellation is raised after the end. In a forked child this does nothing.
         """
         async with self._changing:
             if self._open is None:
+                return
+            if self._open.forked:
+                self._open = None  # all of it is the parent's
                 return
             assembly = self._assembly()
             self._open = None
@@ -123,7 +126,7 @@ class Engine:
 
     def __del__(self) -> None:
         assembly = getattr(self, "_open", None)
-        if assembly is not None:
+        if assembly is not None and not assembly.forked:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
             assembly.abandon()
 
@@ -150,12 +153,7 @@ class Engine:
         assembly = self._open
         if assembly is None:
             raise EngineClosed("the engine is not started, or closed")
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        if loop is not assembly.runtime.loop:
-            raise RuntimeError("an engine is used on the event loop it was started on, only")
+        check_loop(assembly.runtime.loop)
         return assembly
 
     # Memory ----------------------------------------------------------------------------------

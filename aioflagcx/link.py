@@ -194,11 +194,15 @@ class Link:
         """Whether the peer confirms within ``timeout`` that ``attempts`` can do nothing more."""
         return await self._fences.confirm(attempts, timeout)
 
-    def loss(self, remote_quiet: bool) -> PeerLost:
+    def loss(self, remote_quiet: bool, rail: str | None = None) -> PeerLost:
         """The error of a transfer that was under way when the link was lost."""
         words, cause = self._loss or ("the session failed", None)
         return PeerLost(
-            f"{self.id} was lost: {words}", peer=self.id, cause=cause, remote_quiet=remote_quiet
+            f"{self.id} was lost: {words}",
+            peer=self.id,
+            rail=rail,
+            cause=cause,
+            remote_quiet=remote_quiet,
         )
 
     # What happens to it ----------------------------------------------------------------------

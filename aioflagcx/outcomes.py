@@ -37,6 +37,7 @@ def stopped(
     progress: str,
     quiet: bool,
     notify_delivered: bool | None,
+    rail: str | None = None,
 ) -> tuple[Literal["timed_out", "cancelled"], AioFlagcxError]:
     """Status and error of a transfer that was stopped."""
     if reason is Stop.CLOSE:
@@ -48,6 +49,7 @@ def stopped(
     error = kind(
         f"{words}: {progress}{_and_peer(quiet)}",
         peer=peer,
+        rail=rail,
         remote_quiet=quiet,
         notify_delivered=notify_delivered,
     )

@@ -60,15 +60,15 @@ class Pieces:
                 pass  # told in words below
             else:
                 return self._local, self._remote, self._lens
-        local_array, local_single = _array(local, "local addresses")
-        remote_array, remote_single = _array(remote, "remote addresses")
+        local_array, local_single = _array(local, "local")
+        remote_array, remote_single = _array(remote, "remote")
         lens_array, lens_single = _array(lens, "lens")
         count = len(local_array)
         if local_single != remote_single or len(remote_array) != count:
-            _unequal("local addresses", local_array, local_single,
-                     "remote addresses", remote_array, remote_single)  # fmt: skip
+            _unequal("local", local_array, local_single,
+                     "remote", remote_array, remote_single)  # fmt: skip
         if not lens_single and (local_single or len(lens_array) != count):
-            _unequal("local addresses", local_array, local_single, "lens", lens_array, False)
+            _unequal("local", local_array, local_single, "lens", lens_array, False)
         return local_array, remote_array, lens_array
 
 

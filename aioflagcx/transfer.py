@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import _native
 from .errors import AioFlagcxError, TransferError, TransferTimeout
 from .outcomes import Stop, failure, stopped
+from .waiting import check_loop
 
 if TYPE_CHECKING:
     from .flights import Flights
@@ -152,8 +153,10 @@ class Transfer:
         """Ask for the transfer to be stopped; False when it is done already.
 
         Returns at once. Whoever awaits the transfer gets
-        :class:`~aioflagcx.errors.TransferCancelled` as soon as it is quiet.
+        :class:`~aioflagcx.errors.TransferCancelled` as soon as it is quiet. Raises RuntimeError
+        off the engine's event loop.
         """
+        check_loop(self._flights.loop)
         if self._phase is _DONE:
             return False
         self._halt(Stop.CANCEL)
@@ -334,15 +337,15 @@ class Transfer:
 
     def _conclude(self, event: _native.TransferEvent, quiet: bool) -> None:
         if self._stop is not None:
-            self._finish_stopped(quiet)
+            self._finish_stopped(quiet, event.rail or None)
         elif event.status == _native.STATUS_LOST:
             assert self._link is not None
-            self._finish("failed", self._link.loss(quiet), quiet)
+            self._finish("failed", self._link.loss(quiet, event.rail or None), quiet)
         else:
             assert self._link is not None
             self._finish("failed", failure(event, self._link.id, quiet), quiet)
 
-    def _finish_stopped(self, quiet: bool) -> None:
+    def _finish_stopped(self, quiet: bool, rail: str | None = None) -> None:
         assert self._stop is not None
         progress = f"{self.bytes_done} of {self.bytes_total} bytes had been moved"
         if self._link is None:
@@ -352,6 +355,7 @@ class Transfer:
             peer=self._peer,
             timeout=self._timeout,
             progress=progress,
+            rail=rail,
             quiet=quiet,
             notify_delivered=None if self._phase is _Phase.NOTIFYING else False,
         )

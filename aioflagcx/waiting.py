@@ -8,7 +8,7 @@ import math
 import numbers
 from typing import TypeVar
 
-__all__ = ["DEFAULT", "Default", "Timeout", "outlast", "seconds"]
+__all__ = ["DEFAULT", "Default", "Timeout", "check_loop", "outlast", "seconds"]
 
 _T = TypeVar("_T")
 
@@ -42,6 +42,16 @@ def seconds(timeout: Timeout, default: float | None) -> float | None:
     if not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, not {timeout}")
     return None if timeout == math.inf else float(timeout)
+
+
+def check_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise RuntimeError anywhere but on the thread and in the time of ``loop``."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        raise RuntimeError("an engine is used on the event loop it was started on, only")
 
 
 async def outlast(future: asyncio.Future[_T]) -> _T:

@@ -67,6 +67,8 @@ def on_terminal(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=theirs,
+            # A shell's background job ignores Ctrl-C, and what it starts inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             try:
                 yield process, ours

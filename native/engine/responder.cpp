@@ -96,6 +96,7 @@ Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::At
         *local = accepted.qp->local_attributes();
         (*local)["rail"] = rail;
         (*local)["device"] = std::uint64_t{device};
+        (*local)["name"] = context.name();
         path_ = accepted.qp->path();
     } catch (...) {
         release({accepted});
@@ -166,6 +167,7 @@ void Responder::fence(std::uint64_t attempt) {
 }
 
 void Responder::close() {
+    if (engine_->forked()) return;
     {
         const std::lock_guard lock(mutex_);
         closed_ = true;

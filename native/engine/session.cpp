@@ -20,6 +20,18 @@ std::uint32_t device_of(const verbs::Attributes& attributes, std::uint32_t devic
     return static_cast<std::uint32_t>(*value);
 }
 
+// What the peer calls its device, for errors and logs.
+std::string name_of(const verbs::Attributes& attributes, std::uint32_t device) {
+    constexpr std::size_t kMaxName = 64;  // as long as ibv_get_device_name(3)'s can be
+    const auto found = attributes.find("name");
+    const auto* name =
+        found == attributes.end() ? nullptr : std::get_if<std::string>(&found->second);
+    if (name == nullptr || name->empty() || name->size() > kMaxName) {
+        return "device " + std::to_string(device);
+    }
+    return *name;
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer)
@@ -109,7 +121,8 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
             const std::uint32_t local_device = endpoints_[prepared[i].endpoint].device;
             lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits,
                                                    local_device, remote_device, attempt,
-                                                   engine_->contexts()[local_device]->name()));
+                                                   engine_->contexts()[local_device]->name() +
+                                                       "->" + name_of(remote[i], remote_device)));
         }
     } catch (...) {
         destroy(std::move(prepared));
@@ -126,6 +139,7 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
         endpoint.state = Endpoint::State::Up;
         endpoint.attempt = attempt;
         endpoint.cause = {};
+        endpoint.rail = lanes[i]->rail();
         endpoint.lanes.push_back(lanes[i]);
         lanes[i]->set_queue_pair(std::move(prepared[i].qp));
         lanes[i]->set_hooks({[this](Lane& lane, const auto& wc) { lane_failed(lane, wc); },
@@ -272,8 +286,7 @@ void Session::lane_flushed(Lane& lane) {
     queue_.attempt_down(endpoint->attempt, endpoint->cause);
     if (!lost_) {
         engine_->ring().push(EndpointDown{id_, endpoint->attempt, endpoint->cause.name(),
-                                          endpoint->cause.vendor_err,
-                                          engine_->contexts()[endpoint->device]->name()});
+                                          endpoint->cause.vendor_err, endpoint->rail});
     }
     flushed_.notify_all();
 }
@@ -293,6 +306,7 @@ void Session::fail() {
 }
 
 void Session::close() {
+    if (engine_->forked()) return;
     fail();
     std::unique_lock lock(mutex_);
     flushed_.wait(lock, [this] {

@@ -27,6 +27,7 @@ struct Endpoint {
     State state = State::Down;
     std::uint64_t attempt = 0;
     Cause cause;
+    std::string rail;                          // "local->remote" device names, of the attempt
     std::vector<std::shared_ptr<Lane>> lanes;  // not yet flushed
 };
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/own_process.h"
 #include "engine/responder.h"
 #include "engine/session.h"
 
@@ -46,6 +47,12 @@ TransferEngine::TransferEngine(EngineOptions options,
       regions_(make_table(contexts_)),
       liveness_(std::make_unique<Liveness>(options_.bind_address)) {}
 
+std::shared_ptr<TransferEngine> TransferEngine::open(
+    EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices) {
+    return {new TransferEngine(std::move(options), std::move(devices)),
+            DeleteInOwnProcess<TransferEngine>()};
+}
+
 TransferEngine::~TransferEngine() { close(); }
 
 void TransferEngine::check_open() const {
@@ -53,7 +60,9 @@ void TransferEngine::check_open() const {
 }
 
 std::shared_ptr<Session> TransferEngine::create_session(const std::string& peer) {
-    auto session = std::make_shared<Session>(shared_from_this(), next_id_.fetch_add(1), peer);
+    const std::shared_ptr<Session> session(
+        new Session(shared_from_this(), next_id_.fetch_add(1), peer),
+        DeleteInOwnProcess<Session>());
     const std::lock_guard lock(mutex_);
     check_open();
     remember(sessions_, session);
@@ -62,7 +71,9 @@ std::shared_ptr<Session> TransferEngine::create_session(const std::string& peer)
 
 std::shared_ptr<Responder> TransferEngine::create_responder(const std::string& peer,
                                                             Liveness::Seconds keepalive_timeout) {
-    auto responder = std::make_shared<Responder>(shared_from_this(), next_id_.fetch_add(1), peer);
+    const std::shared_ptr<Responder> responder(
+        new Responder(shared_from_this(), next_id_.fetch_add(1), peer),
+        DeleteInOwnProcess<Responder>());
     responder->expect_keepalive(keepalive_timeout);
     const std::lock_guard lock(mutex_);
     check_open();
@@ -71,6 +82,7 @@ std::shared_ptr<Responder> TransferEngine::create_responder(const std::string& p
 }
 
 void TransferEngine::close() {
+    if (forked()) return;
     std::vector<std::weak_ptr<Session>> sessions;
     std::vector<std::weak_ptr<Responder>> responders;
     {

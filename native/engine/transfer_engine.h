@@ -1,6 +1,8 @@
 // One engine's native half: devices, regions, sessions, responders, threads.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -29,11 +31,15 @@ class Responder;
 // Lock: mutex_ guards the registries and `closed_`; held for no call into anything else.
 class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   public:
-    // One rail per device; at least one.
+    // One rail per device; at least one. Made by this, so that a forked child frees nothing.
+    static std::shared_ptr<TransferEngine> open(
+        EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices);
     TransferEngine(EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices);
     ~TransferEngine();
 
     void close();
+    // Whether this is a forked child's copy: its threads are not here, so closing is nothing.
+    bool forked() const noexcept { return ::getpid() != pid_; }
     bool closed() const noexcept { return closed_.load(); }
     void check_open() const;  // throws NativeError once closed
 
@@ -49,6 +55,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
                                                 Liveness::Seconds keepalive_timeout);
 
   private:
+    const pid_t pid_ = ::getpid();
     const EngineOptions options_;
     Stats stats_;
     EventRing ring_{stats_};

@@ -172,16 +172,18 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
         why.length = slice.length;
         drop(*task, std::move(why));
     } else {
-        unknown_outcome(task, std::move(slice), lane.attempt());
+        unknown_outcome(task, std::move(slice), lane);
     }
     maybe_finish(task);
 }
 
-void TransferQueue::unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt) {
+void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& lane) {
+    const std::uint64_t attempt = lane.attempt();
     const auto found = attempts_.find(attempt);
     const bool fence_due = found == attempts_.end() || !found->second.fenced;
     if (task->dropped) {
         if (fence_due) insert_unique(task->failure.unknown_attempts, attempt);
+        if (task->failure.rail.empty()) task->failure.rail = lane.rail();
         return;
     }
     if (fence_due) insert_unique(task->fences, attempt);

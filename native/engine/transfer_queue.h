@@ -78,7 +78,7 @@ class TransferQueue {
     void start_immediates(const Task& task);
     void maybe_finish(const Task& task);
     void finish(const Task& task);
-    void unknown_outcome(const Task& task, Slice slice, std::uint64_t attempt);
+    void unknown_outcome(const Task& task, Slice slice, const Lane& lane);
     bool attached(const Lane& lane) const;
     void wake_lanes();
     std::vector<Task> all_tasks() const;

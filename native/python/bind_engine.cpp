@@ -49,7 +49,7 @@ std::shared_ptr<TransferEngine> make_engine(
     options.keepalive_timeout = std::chrono::duration<double>(keepalive_timeout);
     const py::gil_scoped_release release;
     auto opened = engine::open_devices(options);
-    return std::make_shared<TransferEngine>(std::move(options), std::move(opened));
+    return TransferEngine::open(std::move(options), std::move(opened));
 }
 
 std::vector<std::uint64_t> register_ranges(TransferEngine& self,

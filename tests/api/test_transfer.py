@@ -436,3 +436,13 @@ def test_shutting_the_loop_down_around_a_transfer(path: str) -> None:
     asyncio.run(main())
     assert transfers[0].done()
     assert main.task.cancelled()  # type: ignore[attr-defined]
+
+
+async def test_cancelling_on_another_thread_is_refused(pair: Pair) -> None:
+    transfer = pair.submit_long()
+    with pytest.raises(RuntimeError, match="event loop"):
+        await asyncio.to_thread(transfer.cancel)
+    assert not transfer.done()
+    transfer.cancel()
+    with pytest.raises(TransferCancelled):
+        await transfer

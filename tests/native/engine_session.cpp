@@ -115,7 +115,7 @@ TEST_F(SessionTest, ATransportErrorIsRetriedUpToTheLimit) {
     wait_failed(1);
     EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
     EXPECT_EQ(failed[0].cause, "IBV_WC_RETRY_EXC_ERR");
-    EXPECT_EQ(failed[0].rail, "fake0");
+    EXPECT_EQ(failed[0].rail, "fake0->device 0");
 }
 
 TEST_F(SessionTest, ATransportErrorThatPassesIsNotSeen) {

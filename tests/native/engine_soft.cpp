@@ -39,7 +39,7 @@ struct Side {
         options.soft_paths = {shape.path};
         options.retry_count = 1000;
         if (shape.qps > 1) options.slice_size = 4096;  // each transfer on many queue pairs
-        engine = std::make_shared<TransferEngine>(options, open_devices(options));
+        engine = TransferEngine::open(options, open_devices(options));
         ids = engine->regions()->add(
             std::vector<RegionSpec>{{addr(), memory.size(), 3, true, "memory"}});
     }

@@ -37,7 +37,7 @@ struct SessionTest : ::testing::Test {
             opened.push_back(std::make_unique<FakeDevice>("fake" + std::to_string(i),
                                                           scripts.back(), max_mr_size));
         }
-        engine = std::make_shared<TransferEngine>(options, std::move(opened));
+        engine = TransferEngine::open(options, std::move(opened));
         const auto addr_of = [](auto& buffer) {
             return reinterpret_cast<std::uint64_t>(buffer.data());
         };

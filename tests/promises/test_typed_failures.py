@@ -104,7 +104,7 @@ async def test_a_refusal_by_the_peers_device_names_rail_address_and_cause(lab: L
     assert error.address is not None
     assert peer.at(0) <= error.address < peer.at(MiB)
     check(error, peer=peer.session_id, address=error.address)
-    assert error.rail
+    assert error.rail == "soft0->soft0"
     assert error.rail in str(error)
     assert "REM_ACCESS" in str(error.cause)
     assert transfer.status == "failed"

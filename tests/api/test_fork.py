@@ -1,0 +1,54 @@
+"""A forked child has a copy of the engines, but none of their threads.
+
+It leaves by os._exit: unwinding a running event loop in a child takes the parent's descriptors out
+of the epoll that both share, whatever they are for; that is asyncio's to solve.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import asyncio, gc, os
+import numpy as np
+from aioflagcx import Config, Engine
+
+async def main():
+    config = Config(soft_paths=("{path}",))
+    async with Engine(config=config) as ours, Engine(config=config) as theirs:
+        src, dst = np.arange(1 << 20, dtype=np.uint8), np.zeros(1 << 20, np.uint8)
+        local = await ours.register(src)
+        await theirs.register(dst, name="dst")
+        session = await ours.connect(theirs.session_id)
+        await ours.write(session, local, session.regions["dst"], 1000)
+        child = os.fork()
+        if child == 0:
+            await ours.close()
+            await theirs.close()
+            del local, session
+            gc.collect()
+            os._exit(7)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        remote = session.regions["dst"]
+        assert await ours.write(session, local, remote, local, timeout=20) == local.size
+        assert (src == dst).all()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("path", ["process", "tcp"])
+def test_a_forked_child_that_closes_its_copies_disturbs_nobody(path: str) -> None:
+    program = PROGRAM.format(path=path)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
