@@ -54,10 +54,7 @@ Responder::Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, s
     add(engine_->stats().responders);
 }
 
-Responder::~Responder() {
-    close();
-    sub(engine_->stats().responders);
-}
+Responder::~Responder() { close(); }
 
 std::string Responder::path() {
     const std::lock_guard lock(mutex_);
@@ -170,7 +167,7 @@ void Responder::close() {
     if (engine_->forked()) return;
     {
         const std::lock_guard lock(mutex_);
-        closed_ = true;
+        if (!std::exchange(closed_, true)) sub(engine_->stats().responders);
     }
     fence_if([](const Accepted&) { return true; });
     engine_->liveness().forget(id_);

@@ -48,10 +48,7 @@ Session::Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::
     add(engine_->stats().sessions);
 }
 
-Session::~Session() {
-    close();
-    sub(engine_->stats().sessions);
-}
+Session::~Session() { close(); }
 
 std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt) {
     const EngineOptions& options = engine_->options();
@@ -94,6 +91,7 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
     std::vector<Prepared> prepared;
     {
         const std::lock_guard lock(mutex_);
+        if (lost_) throw NativeError("establish", 0, "session to " + peer_ + " is lost");
         if (attempt != prepared_attempt_) {
             throw NativeError(
                 "establish", ESTALE,
@@ -314,6 +312,7 @@ void Session::close() {
             return endpoint.state == Endpoint::State::Down;
         });
     });
+    if (std::exchange(counted_, false)) sub(engine_->stats().sessions);
 }
 
 }  // namespace aioflagcx::engine

@@ -31,9 +31,8 @@ struct Endpoint {
     std::vector<std::shared_ptr<Lane>> lanes;  // not yet flushed
 };
 
-// Lock: mutex_ guards the endpoints, `prepared_`, `table_` and `lost_`. Order: mutex_, then
-// TransferQueue's, then the leaves (Worker, EventRing, LocalTable). Lanes call back on worker
-// threads holding nothing.
+// Lock: mutex_ guards everything declared below it. Order: mutex_, then TransferQueue's, then the
+// leaves (Worker, EventRing, LocalTable). Lanes call back on worker threads holding nothing.
 class Session : public std::enable_shared_from_this<Session> {
   public:
     Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer);
@@ -86,6 +85,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::vector<Prepared> prepared_;
     std::shared_ptr<const RemoteTable> table_;
     bool lost_ = false;
+    bool counted_ = true;  // in Stats::sessions, until closed
 };
 
 }  // namespace aioflagcx::engine

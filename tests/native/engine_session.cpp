@@ -276,6 +276,27 @@ TEST_F(SessionTest, NeighbouringPiecesAreMerged) {
     EXPECT_EQ(scripts[0]->posted_count(), 1u);
 }
 
+TEST_F(SessionTest, AnAttemptOfALostSessionSaysSo) {
+    start(1);
+    const auto offer = session->prepare(2);
+    session->fail();
+    try {
+        session->establish(2, offer, verbs::Deadline::max());
+        FAIL();
+    } catch (const NativeError& error) {
+        EXPECT_NE(error.detail().find("is lost"), std::string::npos) << error.what();
+    }
+}
+
+TEST_F(SessionTest, AClosedSessionIsNotCounted) {
+    start(1);
+    EXPECT_EQ(engine->stats().sessions.load(), 1u);
+    session->close();
+    EXPECT_EQ(engine->stats().sessions.load(), 0u);
+    session->close();
+    EXPECT_EQ(engine->stats().sessions.load(), 0u);
+}
+
 TEST_F(SessionTest, AStaleAttemptIsNotEstablished) {
     start(1);
     const auto first = session->prepare(2);
