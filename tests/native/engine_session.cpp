@@ -133,10 +133,13 @@ TEST_F(SessionTest, ATransportErrorThatPassesIsNotSeen) {
 TEST_F(SessionTest, ASliceOfUnknownOutcomeCountsOnlyOnceItsAttemptIsFenced) {
     start(2);
     scripts[0]->set_hold(true);
+    scripts[1]->set_hold(true);
     write(1, 0, 64 * kSlice);
-    scripts[0]->wait_posted(8);  // the second rail carries the other 56
+    scripts[0]->wait_posted(8);
+    scripts[1]->wait_posted(8);
     scripts[0]->break_now(WcStatus::RetryExcErr);
-    scripts[1]->wait_posted(64);
+    scripts[1]->release();
+    scripts[1]->wait_posted(64);  // the second rail has carried all of it
     write(2, 0, 0, 3);
     wait_done(2);
     EXPECT_FALSE(done.contains(1));

@@ -241,7 +241,12 @@ TEST_P(SoftEngines, TheTargetsEndIsSeenAndEverythingEnds) {
         ASSERT_EQ(::poll(&fd, 1, 20'000), 1);
         auto [ids, events] = initiator.engine->ring().drain();
         done.insert(ids.begin(), ids.end());
-        for (const Event& event : events) lost |= std::holds_alternative<KeepaliveLost>(event);
+        for (const Event& event : events) {
+            lost |= std::holds_alternative<KeepaliveLost>(event);
+            if (const auto* transfer = std::get_if<TransferEvent>(&event)) {
+                failed.push_back(*transfer);
+            }
+        }
     }
     session->fail();
     while (done.size() + failed.size() < 4) turn();

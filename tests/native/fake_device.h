@@ -61,6 +61,8 @@ struct Script {
         const std::lock_guard lock(mutex);
         return posted.size();
     }
+    // No more holding: what is outstanding is carried out.
+    void release();
     // The oldest outstanding request of each queue pair ends with `status`, the others flushed.
     void break_now(verbs::WcStatus status);
 };
@@ -142,10 +144,7 @@ class FakeQp final : public verbs::QueuePair {
         if (script_->fail != verbs::WcStatus::Success && !outstanding_.empty()) {
             break_locked(std::exchange(script_->fail, verbs::WcStatus::Success));
         } else if (!script_->hold) {
-            while (!outstanding_.empty()) {
-                carry_out(outstanding_.front());
-                outstanding_.pop_front();
-            }
+            carry_out_locked();
         }
         return requests.size();
     }
@@ -158,6 +157,12 @@ class FakeQp final : public verbs::QueuePair {
     void fence() override { state_ = verbs::QpState::Err; }
 
     // The script's mutex is held.
+    void carry_out_locked() {
+        while (!outstanding_.empty()) {
+            carry_out(outstanding_.front());
+            outstanding_.pop_front();
+        }
+    }
     void break_locked(verbs::WcStatus status) {
         if (outstanding_.empty()) return;
         complete(outstanding_.front(), status);
@@ -191,6 +196,12 @@ class FakeQp final : public verbs::QueuePair {
     std::atomic<verbs::QpState> state_{verbs::QpState::Init};
     std::deque<verbs::SendWr> outstanding_;
 };
+
+inline void Script::release() {
+    const std::lock_guard lock(mutex);
+    hold = false;
+    for (FakeQp* qp : queue_pairs) qp->carry_out_locked();
+}
 
 inline void Script::break_now(verbs::WcStatus status) {
     const std::lock_guard lock(mutex);
