@@ -29,7 +29,7 @@ TEST(SoftGate, NobodyIsInsideOnceItIsClosed) {
                 if (!guard) continue;
                 inside.fetch_add(1, std::memory_order_relaxed);
                 entered.fetch_add(1, std::memory_order_relaxed);
-                for (int i = 0; i < 100; ++i) entered.load(std::memory_order_relaxed);
+                for (int n = 0; n < 100; ++n) entered.load(std::memory_order_relaxed);
                 inside.fetch_sub(1, std::memory_order_relaxed);
             }
         });
