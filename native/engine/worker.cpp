@@ -3,7 +3,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <future>
 #include <utility>
 
 #include "common/thread.h"
@@ -50,16 +49,6 @@ void Worker::run(std::function<void()> command) {
         }
     }
     command();
-}
-
-void Worker::run_sync(const std::function<void()>& command) {
-    std::promise<void> done;
-    auto waiting = done.get_future();
-    run([&] {
-        command();
-        done.set_value();
-    });
-    waiting.wait();
 }
 
 void Worker::add(const std::shared_ptr<CompletionSink>& sink) {

@@ -58,8 +58,6 @@ class Worker {
     // Any thread. Runs on the worker's thread, in order; once that has ended, on the caller's or
     // on the one that calls stop().
     void run(std::function<void()> command);
-    // The same, and waits. Never from a worker's thread.
-    void run_sync(const std::function<void()>& command);
 
     void add(const std::shared_ptr<CompletionSink>& sink);  // any thread
     void remove(CompletionSink& sink);                      // worker's thread

@@ -38,17 +38,7 @@ TEST_F(SessionTest, AQueuePairThatOnlyFlushesIsReplaced) {
 TEST_F(SessionTest, EveryFailureOfThePathUsesUpATry) {
     options.retry_count = 1;
     start(1);
-    for (std::uint64_t attempt = 1; attempt <= 2; ++attempt) {
-        scripts[0]->fail_next(WcStatus::RemAbortErr);
-        if (attempt == 1) {
-            write(1, 0, kSlice);
-        } else {
-            establish(attempt);
-        }
-        wait_down(attempt);
-        session->fenced(attempt);
-    }
-    wait_failed(1);
+    fail_a_write(2, WcStatus::RemAbortErr);
     EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
 }
 

@@ -102,17 +102,7 @@ TEST_F(SessionTest, ARemoteAccessErrorFailsItsTransferAndNoOther) {
 
 TEST_F(SessionTest, ATransportErrorIsRetriedUpToTheLimit) {
     start(1);
-    for (std::uint64_t attempt = 1; attempt <= 4; ++attempt) {
-        scripts[0]->fail_next(WcStatus::RetryExcErr);
-        if (attempt == 1) {
-            write(1, 0, kSlice);
-        } else {
-            establish(attempt);
-        }
-        wait_down(attempt);
-        session->fenced(attempt);
-    }
-    wait_failed(1);
+    fail_a_write(4, WcStatus::RetryExcErr);
     EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
     EXPECT_EQ(failed[0].cause, "IBV_WC_RETRY_EXC_ERR");
     EXPECT_EQ(failed[0].rail, "fake0->device 0");

@@ -94,6 +94,20 @@ struct SessionTest : ::testing::Test {
     void wait_failed(std::size_t count) {
         wait([&] { return failed.size() >= count; });
     }
+    // Writes as transfer 1, which `attempts` attempts one after the other fail with `status`.
+    void fail_a_write(std::uint64_t attempts, verbs::WcStatus status) {
+        for (std::uint64_t attempt = 1; attempt <= attempts; ++attempt) {
+            scripts[0]->fail_next(status);
+            if (attempt == 1) {
+                write(1, 0, kSlice);
+            } else {
+                establish(attempt);
+            }
+            wait_down(attempt);
+            session->fenced(attempt);
+        }
+        wait_failed(1);
+    }
     void wait_down(std::size_t count) {
         wait([&] { return downs.size() >= count; });
     }
