@@ -139,7 +139,7 @@ struct End {
         pd = device->alloc_pd();
         cq = device->create_cq(1 << 16);
         mr = pd->register_memory(reinterpret_cast<std::uint64_t>(buffer), kBuffer,
-                                 kAccessLocalWrite | kAccessRemoteWrite | kAccessRemoteRead);
+                                 kAccessLocalWrite | kAccessRemoteWrite | kAccessRemoteRead, {});
         QpInit init;
         init.send_cq = init.recv_cq = cq.get();
         init.max_send_wr = 256;

@@ -27,10 +27,19 @@ std::shared_ptr<LocalRegion> LocalTable::build(const RegionSpec& spec) const {
     if (spec.local_writable) access |= verbs::kAccessLocalWrite;
     if (spec.access & kTableAccessRead) access |= verbs::kAccessRemoteRead;
     if (spec.access & kTableAccessWrite) access |= verbs::kAccessRemoteWrite;
+    region->allocation = Allocation::holding(spec.addr, spec.size);
+    verbs::SharedMemory shared;
+    std::uint64_t base = 0;  // the range's place in the file
+    if (region->allocation) {
+        shared.fd = region->allocation->fd();
+        base = spec.addr - region->allocation->addr();
+    }
     for (verbs::ProtectionDomain* domain : domains_) {
         for (std::uint64_t offset = 0; offset < spec.size; offset += region->chunk_size) {
             const std::uint64_t length = std::min(region->chunk_size, spec.size - offset);
-            region->mrs.push_back(domain->register_memory(spec.addr + offset, length, access));
+            if (region->allocation) shared.offset = base + offset;
+            region->mrs.push_back(
+                domain->register_memory(spec.addr + offset, length, access, shared));
         }
     }
     return region;
@@ -114,6 +123,7 @@ void LocalTable::free_region(std::unique_lock<std::mutex>& lock, LocalRegion& re
     region.freeing = true;
     lock.unlock();
     region.mrs.clear();  // waits until no peer is inside
+    region.allocation.reset();
     lock.lock();
     revoked_.erase(region.id);
     unused_.notify_all();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/address_index.h"
+#include "engine/allocation.h"
 #include "engine/table_codec.h"
 #include "verbs/verbs.h"
 
@@ -36,6 +37,7 @@ struct LocalRegion {
     RegionSpec spec;
     std::uint64_t chunk_size = 0;
     std::uint64_t added = 0;                                // generation
+    std::shared_ptr<Allocation> allocation;                 // that the range lies in, if any
     std::vector<std::unique_ptr<verbs::MemoryRegion>> mrs;  // device-major x chunk
     bool freeing = false;  // somebody is at it; guarded by the table's mutex
 

@@ -30,6 +30,13 @@ struct DeviceAttributes {
     std::uint32_t max_msg_size = 0;  // bytes of one request
 };
 
+// What backs a range that peers on the same host may map: its bytes are those of `fd` from `offset`
+// on. The file is never shrunk, and the descriptor stays open as long as the MR. -1: no such file.
+struct SharedMemory {
+    int fd = -1;
+    std::uint64_t offset = 0;
+};
+
 // A registered range. Destroying it returns only when no peer and no local request of the
 // provider can touch the range any more through its keys.
 class MemoryRegion {
@@ -106,7 +113,8 @@ class ProtectionDomain {
   public:
     virtual ~ProtectionDomain() = default;
     virtual std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
-                                                          std::uint32_t access) = 0;
+                                                          std::uint32_t access,
+                                                          const SharedMemory& shared) = 0;
     // Created in INIT.
     virtual std::unique_ptr<QueuePair> create_qp(const QpInit& init) = 0;
 };

@@ -175,7 +175,8 @@ struct SlowMr final : verbs::MemoryRegion {
 struct SlowPd final : verbs::ProtectionDomain {
     explicit SlowPd(std::shared_future<void> until) : end(std::move(until)) {}
     std::unique_ptr<verbs::MemoryRegion> register_memory(std::uint64_t, std::uint64_t,
-                                                         std::uint32_t) override {
+                                                         std::uint32_t,
+                                                         const verbs::SharedMemory&) override {
         return std::make_unique<SlowMr>(end);
     }
     std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit&) override { return nullptr; }

@@ -211,13 +211,16 @@ inline void Script::break_now(verbs::WcStatus status) {
 class FakePd final : public verbs::ProtectionDomain {
   public:
     explicit FakePd(std::shared_ptr<Script> script) : script_(std::move(script)) {}
-    std::unique_ptr<verbs::MemoryRegion> register_memory(std::uint64_t, std::uint64_t,
-                                                         std::uint32_t) override {
+    std::unique_ptr<verbs::MemoryRegion> register_memory(
+        std::uint64_t, std::uint64_t, std::uint32_t, const verbs::SharedMemory& shared) override {
+        registered.push_back(shared);
         return std::make_unique<FakeMr>(next_key_.fetch_add(2));
     }
     std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit& init) override {
         return std::make_unique<FakeQp>(script_, static_cast<FakeCq*>(init.send_cq));
     }
+
+    std::vector<verbs::SharedMemory> registered;  // what backs each range, in order
 
   private:
     std::shared_ptr<Script> script_;

@@ -108,7 +108,7 @@ TEST_P(SoftError, AKeyOfAnotherProtectionDomainIsARemoteAccessError) {
     Side b(options());
     connect(*a.qp, *b.qp);
     auto other = b.device->alloc_pd();
-    auto mr = other->register_memory(address(b.buffer.data()), b.buffer.size(), kAllAccess);
+    auto mr = other->register_memory(address(b.buffer.data()), b.buffer.size(), kAllAccess, {});
     SendWr wr = a.request(WrOpcode::RdmaWrite, b, 100);
     wr.rkey = mr->rkey();
     expect_failure(a, b, wr, WcStatus::RemAccessErr);
@@ -237,14 +237,14 @@ TEST(SoftMemory, WhatCannotBeUsedIsNotRegistered) {
     auto pd = device->alloc_pd();
     std::vector<std::uint8_t> buffer(100);
     const std::uint64_t here = address(buffer.data());
-    EXPECT_THROW(pd->register_memory(here, 0, kAllAccess), NativeError);
-    EXPECT_THROW(pd->register_memory(here, ~std::uint64_t{0}, kAllAccess), NativeError);
-    EXPECT_THROW(pd->register_memory(0, 4096, kAllAccess), NativeError);
-    EXPECT_THROW(pd->register_memory(here, 100, kAccessRemoteWrite), NativeError);
-    EXPECT_THROW(pd->register_memory(here, 100, 1U << 20), NativeError);
+    EXPECT_THROW(pd->register_memory(here, 0, kAllAccess, {}), NativeError);
+    EXPECT_THROW(pd->register_memory(here, ~std::uint64_t{0}, kAllAccess, {}), NativeError);
+    EXPECT_THROW(pd->register_memory(0, 4096, kAllAccess, {}), NativeError);
+    EXPECT_THROW(pd->register_memory(here, 100, kAccessRemoteWrite, {}), NativeError);
+    EXPECT_THROW(pd->register_memory(here, 100, 1U << 20, {}), NativeError);
     static const std::uint8_t constant[64] = {1};
-    EXPECT_THROW(pd->register_memory(address(constant), 64, kAllAccess), NativeError);
-    EXPECT_NO_THROW(pd->register_memory(address(constant), 64, kAccessRemoteRead));
+    EXPECT_THROW(pd->register_memory(address(constant), 64, kAllAccess, {}), NativeError);
+    EXPECT_NO_THROW(pd->register_memory(address(constant), 64, kAccessRemoteRead, {}));
 }
 
 TEST(SoftMemory, KeysAreNeverZeroAndNotReusedSoon) {
@@ -253,7 +253,7 @@ TEST(SoftMemory, KeysAreNeverZeroAndNotReusedSoon) {
     std::vector<std::uint8_t> buffer(100);
     std::vector<std::uint32_t> keys;
     for (int i = 0; i < 10000; ++i) {
-        const auto mr = pd->register_memory(address(buffer.data()), 100, kAllAccess);
+        const auto mr = pd->register_memory(address(buffer.data()), 100, kAllAccess, {});
         EXPECT_NE(mr->rkey(), 0U);
         keys.push_back(mr->rkey());
     }

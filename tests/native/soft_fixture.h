@@ -43,7 +43,7 @@ struct Side {
           pd(device->alloc_pd()),
           cq(device->create_cq(1 << 16)),
           buffer(buffer_size),
-          mr(pd->register_memory(address(buffer.data()), buffer.size(), access)),
+          mr(pd->register_memory(address(buffer.data()), buffer.size(), access, {})),
           qp(make_qp(qp_init)) {}
 
     static QpInit defaults() {

@@ -20,8 +20,9 @@ class SoftProtectionDomain final : public ProtectionDomain {
         : core_(std::move(core)), mrs_(std::make_shared<MrTable>()) {}
 
     std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
-                                                  std::uint32_t access) override {
-        return make_memory_region(mrs_, addr, length, access);
+                                                  std::uint32_t access,
+                                                  const SharedMemory& shared) override {
+        return make_memory_region(mrs_, addr, length, access, shared);
     }
     std::unique_ptr<QueuePair> create_qp(const QpInit& init) override {
         return std::make_unique<SoftQueuePair>(core_, mrs_, init);

@@ -34,8 +34,9 @@ class SoftMemoryRegion final : public MemoryRegion {
 
 MrTable::MrTable() { random_bytes(&next_, sizeof next_); }
 
-MrRef MrTable::add(std::uint64_t addr, std::uint64_t length, std::uint32_t access) {
-    auto entry = std::make_shared<MrEntry>(addr, length, access);
+MrRef MrTable::add(std::uint64_t addr, std::uint64_t length, std::uint32_t access,
+                   const SharedMemory& shared) {
+    auto entry = std::make_shared<MrEntry>(addr, length, access, shared);
     const std::lock_guard lock(mutex_);
     do {
         entry->key = next_++ * kKeySpread;
@@ -96,7 +97,8 @@ WcStatus check_local(MrCache& cache, const SendWr& wr) {
 }
 
 std::unique_ptr<MemoryRegion> make_memory_region(std::shared_ptr<MrTable> table, std::uint64_t addr,
-                                                 std::uint64_t length, std::uint32_t access) {
+                                                 std::uint64_t length, std::uint32_t access,
+                                                 const SharedMemory& shared) {
     constexpr std::uint32_t kKnown = kAccessLocalWrite | kAccessRemoteWrite | kAccessRemoteRead;
     if (length == 0 || length > kMaxMrSize || addr + length - 1 < addr) {
         throw NativeError("register_memory", EINVAL, "range is empty or leaves the address space");
@@ -107,7 +109,7 @@ std::unique_ptr<MemoryRegion> make_memory_region(std::shared_ptr<MrTable> table,
         throw NativeError("register_memory", EINVAL, "access flags");
     }
     require_mapped(addr, length, (access & kAccessLocalWrite) != 0);
-    MrRef entry = table->add(addr, length, access);
+    MrRef entry = table->add(addr, length, access, shared);
     return std::make_unique<SoftMemoryRegion>(std::move(table), std::move(entry));
 }
 

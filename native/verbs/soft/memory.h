@@ -16,8 +16,9 @@ namespace aioflagcx::verbs::soft {
 
 // One registered range. Its gate is open as long as it is registered.
 struct MrEntry {
-    MrEntry(std::uint64_t addr_, std::uint64_t length_, std::uint32_t access_) noexcept
-        : addr(addr_), length(length_), access(access_) {}
+    MrEntry(std::uint64_t addr_, std::uint64_t length_, std::uint32_t access_,
+            const SharedMemory& shared_) noexcept
+        : addr(addr_), length(length_), access(access_), shared(shared_) {}
 
     bool covers(std::uint64_t start, std::uint64_t size) const noexcept {
         return start >= addr && size <= length && start - addr <= length - size;
@@ -29,6 +30,7 @@ struct MrEntry {
     const std::uint64_t addr;
     const std::uint64_t length;
     const std::uint32_t access;
+    const SharedMemory shared;
     std::uint32_t key = 0;  // set once, before anybody else sees the entry
     Gate gate{Gate::State::Open};
 };
@@ -41,7 +43,8 @@ class MrTable {
   public:
     MrTable();
 
-    MrRef add(std::uint64_t addr, std::uint64_t length, std::uint32_t access);
+    MrRef add(std::uint64_t addr, std::uint64_t length, std::uint32_t access,
+              const SharedMemory& shared);
     void remove(const MrRef& entry);  // returns when nobody is inside its gate any more
     MrRef find(std::uint32_t key) const;
 
@@ -86,6 +89,7 @@ class PinSet {
 WcStatus check_local(MrCache& cache, const SendWr& wr);
 
 std::unique_ptr<MemoryRegion> make_memory_region(std::shared_ptr<MrTable> table, std::uint64_t addr,
-                                                 std::uint64_t length, std::uint32_t access);
+                                                 std::uint64_t length, std::uint32_t access,
+                                                 const SharedMemory& shared);
 
 }  // namespace aioflagcx::verbs::soft
