@@ -101,32 +101,45 @@ bool LocalTable::remove(std::span<const std::uint64_t> ids, verbs::Deadline dead
             all = false;
             continue;
         }
-        if (revoked_.contains(id)) free_region(lock, *region);
+        if (revoked_.contains(id) && !free_region(lock, *region, deadline)) all = false;
     }
     return all;
 }
 
-void LocalTable::close() {
+std::vector<std::uint64_t> LocalTable::close(verbs::Deadline deadline) {
     revoke(ids());
+    std::vector<std::uint64_t> in_use;
     std::unique_lock lock(mutex_);
     while (!revoked_.empty()) {
         const std::shared_ptr<LocalRegion> region = revoked_.begin()->second;
         if (region->freeing) {
             unused_.wait(lock);
-        } else {
-            free_region(lock, *region);
+        } else if (!free_region(lock, *region, deadline)) {
+            in_use.push_back(region->id);
+            revoked_.erase(region->id);
+            // Its peer copies to an address: nothing else may come to lie there.
+            if (region->allocation) new std::shared_ptr<Allocation>(region->allocation);
         }
     }
+    return in_use;
 }
 
-void LocalTable::free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region) {
+// False at the deadline: a peer is still inside.
+bool LocalTable::free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region,
+                             verbs::Deadline deadline) {
     region.freeing = true;
     lock.unlock();
-    region.mrs.clear();  // waits until no peer is inside
-    region.allocation.reset();
+    bool quiet = true;
+    for (const auto& mr : region.mrs) quiet &= mr->revoke(deadline);
+    if (quiet) {
+        region.mrs.clear();
+        region.allocation.reset();
+    }
     lock.lock();
-    revoked_.erase(region.id);
+    region.freeing = false;
+    if (quiet) revoked_.erase(region.id);
     unused_.notify_all();
+    return quiet;
 }
 
 std::shared_ptr<const LocalTable::Snapshot> LocalTable::snapshot() {

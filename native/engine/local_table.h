@@ -71,13 +71,14 @@ class LocalTable {
     // No new user, and gone from what peers are told. Unknown ids are ignored.
     void revoke(std::span<const std::uint64_t> ids);
 
-    // revoke(), wait for users, then free the MRs. False at the deadline; call again to go on.
-    // True means freed, also when another call is doing that.
+    // revoke(), wait for users here and in peers, then free the MRs. False at the deadline; call
+    // again to go on. True means freed, also when another call is doing that.
     bool remove(std::span<const std::uint64_t> ids, verbs::Deadline deadline);
 
     // Frees every MR. To be called when nothing is or will be posted: requests that were never
-    // submitted may still be users.
-    void close();
+    // submitted may still be users. The regions that a stopped peer is still inside of at the
+    // deadline; they are out of this table's hands, and their memory must not be used again.
+    std::vector<std::uint64_t> close(verbs::Deadline deadline);
 
     std::shared_ptr<const Snapshot> snapshot();
 
@@ -99,7 +100,8 @@ class LocalTable {
     std::vector<std::uint64_t> ids();
 
   private:
-    void free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region);
+    bool free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region,
+                     verbs::Deadline deadline);
     std::shared_ptr<LocalRegion> build(const RegionSpec& spec) const;
     void append_record(TableData& data, const LocalRegion& region) const;
 

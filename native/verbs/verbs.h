@@ -37,13 +37,17 @@ struct SharedMemory {
     std::uint64_t offset = 0;
 };
 
-// A registered range. Destroying it returns only when no peer and no local request of the
-// provider can touch the range any more through its keys.
+// A registered range.
 class MemoryRegion {
   public:
-    virtual ~MemoryRegion() = default;
+    virtual ~MemoryRegion() = default;  // as revoke(), without waiting for other processes
     virtual std::uint32_t lkey() const noexcept = 0;
     virtual std::uint32_t rkey() const noexcept = 0;
+
+    // Takes its keys back. True when no peer and no local request of the provider can touch the
+    // range any more; false when the deadline comes before that, since a peer on this host is
+    // stopped in the middle of a copy: call again to wait on. Idempotent.
+    virtual bool revoke(Deadline deadline) = 0;
 };
 
 class CompletionQueue {
@@ -92,8 +96,10 @@ class QueuePair {
     virtual void accept(const Attributes& remote) = 0;
     virtual void connect(const Attributes& remote, Deadline deadline) = 0;
 
-    // "process", "local", "tcp" or "ibverbs"; known after accept() or connect().
+    // "process", "local", "tcp" or "ibverbs"; an initiator's is known after connect().
     virtual const char* path() const noexcept = 0;
+    // After connect(): why the path is not a better one that both sides would like; or empty.
+    virtual std::string path_note() const { return {}; }
 
     // Queues requests in order and returns how many were taken: fewer when the send queue is
     // full. In ERR every request is taken and completes with WR_FLUSH_ERR.
@@ -104,9 +110,11 @@ class QueuePair {
     // Once they have been polled, nothing of them is read from or written to local memory.
     virtual void to_error() = 0;
 
-    // Responder: to ERR, and return only when the peer can no longer touch memory through this
-    // QP, whatever it still has in its buffers or in the network. Idempotent.
-    virtual void fence() = 0;
+    // Responder: to ERR. True when the peer can no longer touch memory through this QP, whatever
+    // it still has in its buffers or in the network; false when the deadline comes before that,
+    // since the peer is on this host and stopped in the middle of a copy: call again to wait on.
+    // Waits for nothing else. Idempotent.
+    virtual bool fence(Deadline deadline) = 0;
 };
 
 class ProtectionDomain {

@@ -64,8 +64,9 @@ Attributes to_map(const SoftAttributes& attributes) {
         {"port", std::uint64_t{attributes.port}},
         {"paths", attributes.paths},
         {"streams", std::uint64_t{attributes.streams}},
+        {"machine", to_bytes(attributes.machine)},
+        {"socket", to_bytes(attributes.socket)},
     };
-    if (!attributes.path.empty()) map.emplace("path", attributes.path);
     return map;
 }
 
@@ -85,7 +86,8 @@ SoftAttributes from_map(const Attributes& map) {
         if (path.size() > kMaxPathName) reject("paths", "are malformed");
     }
     attributes.streams = static_cast<std::uint32_t>(get_number(map, "streams", 1, kMaxStreams));
-    if (map.contains("path")) attributes.path = get_text(map, "path", kMaxPathName);
+    attributes.machine = get_token(map, "machine");
+    attributes.socket = get_token(map, "socket");
     return attributes;
 }
 

@@ -18,7 +18,8 @@ struct SoftAttributes {
     std::uint16_t port = 0;
     std::vector<std::string> paths;  // in order of preference
     std::uint32_t streams = 0;       // TCP streams it opens as an initiator
-    std::string path;                // a responder's choice; empty before accept()
+    Token machine{};                 // of the running kernel: what shares it may share memory
+    Token socket{};                  // name of its device's local listener
 };
 
 Attributes to_map(const SoftAttributes& attributes);

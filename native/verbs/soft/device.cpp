@@ -1,3 +1,5 @@
+#include <sys/prctl.h>
+
 #include <atomic>
 #include <cerrno>
 
@@ -17,7 +19,7 @@ namespace {
 class SoftProtectionDomain final : public ProtectionDomain {
   public:
     explicit SoftProtectionDomain(std::shared_ptr<DeviceCore> core)
-        : core_(std::move(core)), mrs_(std::make_shared<MrTable>()) {}
+        : core_(std::move(core)), mrs_(std::make_shared<MrTable>(core_->local())) {}
 
     std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
                                                   std::uint32_t access,
@@ -70,6 +72,11 @@ std::unique_ptr<Device> open_soft_device(const SoftOptions& options) {
     const std::string& host =
         options.advertise_address.empty() ? options.bind_address : options.advertise_address;
     SocketAddress::numeric(host, 0);  // peers refuse what is not a numeric address
+    // EINVAL: there is no Yama, so nothing to permit.
+    if (options.allow_ptrace && ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0) != 0 &&
+        errno != EINVAL) {
+        throw NativeError("prctl", errno, "PR_SET_PTRACER, for allow_ptrace");
+    }
     auto core = std::make_shared<DeviceCore>(host, available_paths(options.paths), options.streams,
                                              options.bind_address);
     return std::make_unique<SoftDevice>(options.name, std::move(core));

@@ -19,16 +19,18 @@ namespace {
 
 constexpr std::uint64_t kWakeId = 0;
 constexpr std::uint64_t kListenerId = 1;
-constexpr std::uint64_t kFirstId = 2;
+constexpr std::uint64_t kLocalListenerId = 2;
+constexpr std::uint64_t kFirstId = 3;
 
 }  // namespace
 
-IoThread::IoThread(const std::string& bind_address)
+IoThread::IoThread(const std::string& bind_address, bool local)
     : epoll_(::epoll_create1(EPOLL_CLOEXEC)), next_id_(kFirstId) {
     if (!epoll_) throw NativeError("epoll_create1", errno, "");
     listener_ = listen_on(bind_address, &port_);
     watch(wake_.fd(), kWakeId, EPOLLIN);
     watch(listener_.get(), kListenerId, EPOLLIN);
+    if (local) watch(local_.emplace().fd(), kLocalListenerId, EPOLLIN);
     thread_ = start_thread("aioflagcx-soft", [this] { run(); });
 }
 
@@ -66,6 +68,7 @@ void IoThread::run() {
     while (!groups_.empty()) close_group(groups_.begin()->first);
     hellos_.clear();
     listener_.reset();
+    if (local_) local_->close();
     const std::lock_guard lock(mutex_);
     retracted_.clear();
 }
@@ -75,12 +78,15 @@ void IoThread::dispatch(Id id, std::uint32_t events) {
         wake_.clear();
         return close_retracted();
     }
-    if (id == kListenerId) return accept_all();
+    if (id == kListenerId || id == kLocalListenerId) return accept_all(id == kLocalListenerId);
     if (const auto hello = hellos_.find(id); hello != hellos_.end()) return hello_ready(hello);
+    const auto guest = guests_.find(id);
     const auto stream = streams_.find(id);
-    if (stream == streams_.end()) return;
-    Responder* const responder = &stream->second.stream->responder();
+    if (guest == guests_.end() && stream == streams_.end()) return;
+    Responder* const responder = guest != guests_.end() ? guest->second.responder
+                                                        : &stream->second.stream->responder();
     try {
+        if (guest != guests_.end()) return guest_ready(guest->second);
         stream_ready(id, stream->second, events);
     } catch (const std::exception&) {
         close_group(responder);  // out of memory costs the one that asked for it
@@ -109,40 +115,55 @@ void IoThread::expire() {
     }
     if (listen_again_ <= now) {
         listen_again_ = Deadline::max();
-        set_events(listener_.get(), kListenerId, EPOLLIN);
+        set_listeners(EPOLLIN);
     }
 }
 
 // ---- New connections -------------------------------------------------------------------------
 
-void IoThread::accept_all() {
+void IoThread::accept_all(bool local) {
+    const int listener = local ? local_->fd() : listener_.get();
     for (int i = 0; i < kAcceptsPerTurn; ++i) {
-        UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd) {
             if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-                rest_listener();
+                rest_listeners();
             }
             return;  // level-triggered: whatever else it was, epoll says when to try again
         }
-        set_no_delay(fd.get());
+        if (!local) set_no_delay(fd.get());
         if (hellos_.size() >= kMaxHellos) hellos_.erase(hellos_.begin());
         const Id id = next_id_++;
         try {
             watch(fd.get(), id, EPOLLIN);
-            hellos_.emplace(id, Hello{std::move(fd), Clock::now() + kHelloTimeout, {}, 0});
+            hellos_.emplace(id, Hello{std::move(fd), Clock::now() + kHelloTimeout, local, {}, 0});
         } catch (const std::exception&) {
             // No room to watch it: it is closed, and the next may find some.
         }
     }
 }
 
-void IoThread::rest_listener() {
-    set_events(listener_.get(), kListenerId, 0);
+void IoThread::rest_listeners() {
+    set_listeners(0);
     listen_again_ = Clock::now() + kAcceptPause;
+}
+
+void IoThread::set_listeners(std::uint32_t events) noexcept {
+    set_events(listener_.get(), kListenerId, events);
+    if (local_) set_events(local_->fd(), kLocalListenerId, events);
 }
 
 void IoThread::hello_ready(std::map<Id, Hello>::iterator entry) {
     Hello& hello = entry->second;
+    if (hello.local) {
+        try {
+            admit_guest(hello);
+        } catch (const std::exception&) {
+            // Out of memory or descriptors, as below.
+        }
+        hellos_.erase(entry);
+        return;
+    }
     iovec piece{hello.bytes.data() + hello.have, hello.bytes.size() - hello.have};
     const ssize_t got = receive_pieces(hello.fd.get(), {&piece, 1});
     if (got < 0 && errno == EAGAIN) return;
@@ -180,6 +201,43 @@ bool IoThread::bind_stream(Hello& entry) {
     set_events(fd, id, EPOLLIN);
     group.claimed.set(hello.stream);
     return true;
+}
+
+// Moves the connection to the responder that its first message names.
+void IoThread::admit_guest(Hello& entry) {
+    // Not to be left to close(), as the descriptor may go over to a guest.
+    epoll_event unused{};
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, entry.fd.get(), &unused);
+    local::Admitted admitted = local::answer_open(entry.fd, exposed_);
+    if (!admitted.responder) return;
+    const std::shared_ptr<local::LocalGuest> guest = admitted.responder->guest();
+    Group& group = groups_[admitted.responder.get()];
+    group.responder = admitted.responder;
+    try {
+        const Id id = next_id_++;
+        const int fd = admitted.stream.get();
+        watch(fd, id, EPOLLIN);
+        streams_.emplace(id, Stream{std::make_unique<ReceiveStream>(std::move(admitted.stream),
+                                                                    admitted.responder),
+                                    EPOLLIN});
+        group.ids.push_back(id);
+        for (const int watched : {guest->control_fd(), guest->process_fd()}) {
+            const Id guest_id = next_id_++;
+            watch(watched, guest_id, EPOLLIN);
+            guests_.emplace(guest_id, Guest{guest, admitted.responder.get(), watched});
+            group.ids.push_back(guest_id);
+        }
+    } catch (...) {
+        close_group(admitted.responder.get());
+        throw;
+    }
+}
+
+void IoThread::guest_ready(const Guest& entry) {
+    const bool process_ended = entry.fd == entry.guest->process_fd();
+    if (process_ended || !local::answer_guest(*entry.responder, *entry.guest)) {
+        close_group(entry.responder);
+    }
 }
 
 // ---- Streams ---------------------------------------------------------------------------------
@@ -225,6 +283,12 @@ void IoThread::close_group(Responder* responder) {
     exposed_.remove(group.responder->token());
     group.responder->fail();
     for (const Id id : group.ids) {
+        if (const auto guest = guests_.find(id); guest != guests_.end()) {
+            epoll_event unused{};
+            ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, guest->second.fd, &unused);
+            guests_.erase(guest);
+            continue;
+        }
         const auto entry = streams_.find(id);
         if (entry == streams_.end()) continue;
         // Not left to close(): a fork()ed child may hold a copy of the descriptor, which would

@@ -1,5 +1,5 @@
-// The responders' side of the TCP path: one thread a device, which owns the listener and every
-// stream its responders receive on. It never blocks except in epoll_wait.
+// The responders' side of the paths with streams: one thread a device, which owns the listeners,
+// every stream its responders receive on, and what guests of the local path ask for. It never blocks except in epoll_wait.
 #pragma once
 
 #include <atomic>
@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -16,6 +17,7 @@
 
 #include "common/event_fd.h"
 #include "common/unique_fd.h"
+#include "verbs/soft/local/service.h"
 #include "verbs/soft/receive_stream.h"
 #include "verbs/soft/registry.h"
 
@@ -23,13 +25,15 @@ namespace aioflagcx::verbs::soft {
 
 class IoThread {
   public:
-    // Listens on a port the kernel chooses.
-    explicit IoThread(const std::string& bind_address);
+    // Listens on a port the kernel chooses and, with `local`, on a Unix socket.
+    IoThread(const std::string& bind_address, bool local);
     ~IoThread();
     IoThread(const IoThread&) = delete;
     IoThread& operator=(const IoThread&) = delete;
 
     std::uint16_t port() const noexcept { return port_; }
+    // The local listener's name; zeros when there is none.
+    Token local_name() const noexcept { return local_ ? local_->name() : Token{}; }
 
     // Any thread.
     void expose(const std::shared_ptr<Responder>& responder);  // its streams may say hello
@@ -43,6 +47,7 @@ class IoThread {
     struct Hello {
         UniqueFd fd;
         Deadline deadline;
+        bool local;
         std::array<std::uint8_t, sizeof(wire::Hello)> bytes;
         std::size_t have = 0;
     };
@@ -50,7 +55,12 @@ class IoThread {
         std::unique_ptr<ReceiveStream> stream;
         std::uint32_t interest = 0;  // what epoll was told last
     };
-    struct Group {  // the streams of one responder
+    struct Guest {  // of the local path: what it sends, and the end of its process
+        std::shared_ptr<local::LocalGuest> guest;
+        Responder* responder;
+        int fd;
+    };
+    struct Group {  // the streams and guest of one responder
         std::shared_ptr<Responder> responder;
         std::bitset<kMaxStreams> claimed;
         std::vector<Id> ids;
@@ -61,10 +71,13 @@ class IoThread {
     int timeout() const;
     void expire();
 
-    void accept_all();
-    void rest_listener();
+    void accept_all(bool local);
+    void rest_listeners();
+    void set_listeners(std::uint32_t events) noexcept;
     void hello_ready(std::map<Id, Hello>::iterator hello);
     bool bind_stream(Hello& hello);
+    void admit_guest(Hello& hello);
+    void guest_ready(const Guest& entry);
     void stream_ready(Id id, Stream& entry, std::uint32_t events);
     void update_interest(Id id, Stream& entry);
     void linger(Responder& responder);
@@ -74,6 +87,7 @@ class IoThread {
     void set_events(int fd, Id id, std::uint32_t events) noexcept;
 
     UniqueFd listener_;
+    std::optional<local::Listener> local_;
     UniqueFd epoll_;
     EventFd wake_;
     std::uint16_t port_ = 0;
@@ -87,6 +101,7 @@ class IoThread {
     Id next_id_;
     std::map<Id, Hello> hellos_;  // in the order accepted, which is that of their deadlines
     std::unordered_map<Id, Stream> streams_;
+    std::unordered_map<Id, Guest> guests_;
     std::unordered_map<Responder*, Group> groups_;
     std::deque<std::pair<Deadline, std::shared_ptr<Responder>>> lingering_;
     Deadline listen_again_ = Deadline::max();

@@ -24,6 +24,23 @@ inline constexpr std::uint32_t kMaxMessage = 0x7fffffff;
 // (about 0.1 ms), and is large enough that entering them costs nothing.
 inline constexpr std::size_t kCopyBytes = std::size_t{1} << 20;
 
+// ---- Local path ------------------------------------------------------------------------------
+
+// Regions and connected QPs the shared table has room for. It is a sparse file: 32 MiB of address
+// space, of which only what is used takes memory.
+inline constexpr std::size_t kLocalRegions = std::size_t{1} << 20;
+inline constexpr std::size_t kLocalGates = std::size_t{1} << 14;
+// Different regions one copy may use: a system call of 64 KiB pieces has at most as many.
+inline constexpr std::size_t kAnnouncedKeys = 64;
+// One process_vm_writev or process_vm_readv: bounds how long fence() and deregistration wait
+// (about 0.4 ms), and is large enough that the call itself costs nothing. IOV_MAX is 1,024.
+inline constexpr std::size_t kCallBytes = std::size_t{4} << 20;
+inline constexpr std::size_t kCallPieces = 1024;
+// How a thread waits for a process that is inside a copy: looks, then naps that grow.
+inline constexpr int kLooks = 200;
+inline constexpr std::chrono::microseconds kFirstNap{20};
+inline constexpr std::chrono::microseconds kLongestNap{1000};
+
 // ---- TCP path --------------------------------------------------------------------------------
 
 // Streams of one QP a peer may ask for.

@@ -10,20 +10,26 @@
 
 namespace aioflagcx::verbs::soft {
 
-namespace {
+using local::kKeySpread;
+using local::slot_of;
 
-// Odd, so that multiplying by it permutes the 32-bit numbers: neighbouring counts give keys far
-// apart, and a mistyped key is not its neighbour's.
-constexpr std::uint32_t kKeySpread = 0x9E3779B1;
+namespace {
 
 class SoftMemoryRegion final : public MemoryRegion {
   public:
     SoftMemoryRegion(std::shared_ptr<MrTable> table, MrRef entry) noexcept
         : table_(std::move(table)), entry_(std::move(entry)) {}
-    ~SoftMemoryRegion() override { table_->remove(entry_); }
+    ~SoftMemoryRegion() override {
+        const bool quiet = revoke(Deadline::min());
+        table_->remove(entry_, quiet);
+    }
 
     std::uint32_t lkey() const noexcept override { return entry_->key; }
     std::uint32_t rkey() const noexcept override { return entry_->key; }
+    bool revoke(Deadline deadline) override {
+        table_->close(entry_);
+        return table_->wait_unused(entry_, deadline);
+    }
 
   private:
     std::shared_ptr<MrTable> table_;
@@ -32,23 +38,49 @@ class SoftMemoryRegion final : public MemoryRegion {
 
 }  // namespace
 
-MrTable::MrTable() { random_bytes(&next_, sizeof next_); }
+MrTable::MrTable(bool shared) : shared_(shared ? std::make_shared<local::SharedTable>() : nullptr) {
+    random_bytes(&next_, sizeof next_);
+    if (shared_) taken_.resize(kLocalRegions);
+}
+
+MrTable::~MrTable() {
+    if (shared_) shared_->shut();
+}
 
 MrRef MrTable::add(std::uint64_t addr, std::uint64_t length, std::uint32_t access,
                    const SharedMemory& shared) {
     auto entry = std::make_shared<MrEntry>(addr, length, access, shared);
     const std::lock_guard lock(mutex_);
+    if (entries_.size() >= kLocalRegions / 2) {
+        throw NativeError("register_memory", ENOMEM,
+                          std::to_string(entries_.size()) + " regions are registered");
+    }
+    std::uint32_t key = 0;
     do {
-        entry->key = next_++ * kKeySpread;
-    } while (entry->key == 0 || entries_.contains(entry->key));
-    entries_.emplace(entry->key, entry);
+        key = next_++ * kKeySpread;
+    } while (key == 0 || entries_.contains(key) || (shared_ && taken_[slot_of(key)]));
+    entry->key = key;
+    entries_.emplace(key, entry);
+    if (shared_) {
+        taken_[slot_of(key)] = true;
+        shared_->publish(key, addr, length, access, shared.fd >= 0);
+    }
     return entry;
 }
 
-void MrTable::remove(const MrRef& entry) {
+void MrTable::close(const MrRef& entry) {
     entry->gate.close();
+    if (shared_) shared_->withdraw(entry->key);
+}
+
+bool MrTable::wait_unused(const MrRef& entry, Deadline deadline) {
+    return !shared_ || shared_->wait_unused(entry->key, deadline);
+}
+
+void MrTable::remove(const MrRef& entry, bool quiet) {
     const std::lock_guard lock(mutex_);
     entries_.erase(entry->key);
+    if (shared_ && quiet) taken_[slot_of(entry->key)] = false;
 }
 
 MrRef MrTable::find(std::uint32_t key) const {
@@ -58,7 +90,7 @@ MrRef MrTable::find(std::uint32_t key) const {
 }
 
 const MrRef& MrCache::find(std::uint32_t key) {
-    MrRef& slot = slots_[(key / kKeySpread + key) % kMrCacheSlots];
+    MrRef& slot = slots_[slot_of(key) % kMrCacheSlots];
     if (!slot || slot->key != key || slot->gate.state() != Gate::State::Open) {
         slot = table_->find(key);
     }

@@ -7,9 +7,11 @@
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "verbs/soft/gate.h"
 #include "verbs/soft/limits.h"
+#include "verbs/soft/local/shared_table.h"
 #include "verbs/verbs.h"
 
 namespace aioflagcx::verbs::soft {
@@ -41,17 +43,28 @@ using MrRef = std::shared_ptr<MrEntry>;
 // The keys of one protection domain.
 class MrTable {
   public:
-    MrTable();
+    // `shared`: with a copy of it that initiators of the local path map.
+    explicit MrTable(bool shared);
+    ~MrTable();
 
     MrRef add(std::uint64_t addr, std::uint64_t length, std::uint32_t access,
               const SharedMemory& shared);
-    void remove(const MrRef& entry);  // returns when nobody is inside its gate any more
+    // Closes the entry: nobody is inside its gate any more. Peers of the local path may be.
+    void close(const MrRef& entry);
+    // After close(). False at the deadline: a peer is stopped inside a copy.
+    bool wait_unused(const MrRef& entry, Deadline deadline);
+    // `quiet`: as wait_unused() said. If not, its place is never used again.
+    void remove(const MrRef& entry, bool quiet);
     MrRef find(std::uint32_t key) const;
 
+    local::SharedTable* shared() const noexcept { return shared_.get(); }
+
   private:
-    // Guards entries_ and next_. Innermost: nothing else is taken while it is held.
+    const std::shared_ptr<local::SharedTable> shared_;
+    // Guards what follows. Innermost: nothing else is taken while it is held.
     mutable std::shared_mutex mutex_;
     std::unordered_map<std::uint32_t, MrRef> entries_;
+    std::vector<bool> taken_;  // places in the shared table, if there is one
     std::uint32_t next_;  // counts up from a random start; a key comes again after 2^32 others
 };
 
@@ -77,6 +90,8 @@ class PinSet {
     PinSet(const PinSet&) = delete;
     PinSet& operator=(const PinSet&) = delete;
 
+    // Whether add() of another region than the last would be one too many.
+    bool full() const noexcept { return count_ == pinned_.size(); }
     // False when the region has been taken away. Takes at most kFrameRequests different regions.
     bool add(const MrRef& entry) noexcept;
 

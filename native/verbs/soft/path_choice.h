@@ -8,16 +8,17 @@
 
 namespace aioflagcx::verbs::soft {
 
-enum class Path { Process, Tcp };
+enum class Path { Process, Local, Tcp };
 
 const char* path_name(Path path) noexcept;
 
-// Those of `wanted` this build can serve. Throws NativeError (EINVAL) when a name is unknown or
-// none is left.
+// `wanted` without repetitions. Throws NativeError (EINVAL) when a name is unknown or there is
+// none.
 std::vector<std::string> available_paths(const std::vector<std::string>& wanted);
 
-// The first of the initiator's preferences that the responder allows too and that is possible
-// between the two. Throws NativeError naming both lists when there is none.
-Path choose_path(const SoftAttributes& initiator, const SoftAttributes& responder);
+// Those that the initiator and the responder both allow and that may be possible between the two,
+// in the initiator's order. Throws NativeError (EPROTONOSUPPORT) naming both lists when there is
+// none.
+std::vector<Path> common_paths(const SoftAttributes& initiator, const SoftAttributes& responder);
 
 }  // namespace aioflagcx::verbs::soft

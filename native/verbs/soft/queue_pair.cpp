@@ -2,8 +2,11 @@
 
 #include <cerrno>
 #include <cstring>
+#include <tuple>
 
 #include "common/error.h"
+#include "verbs/soft/local/connection.h"
+#include "verbs/soft/local/initiator.h"
 #include "verbs/soft/process_initiator.h"
 #include "verbs/soft/registry.h"
 #include "verbs/soft/tcp_connect.h"
@@ -48,7 +51,7 @@ SoftQueuePair::~SoftQueuePair() {
     // As ibv_destroy_qp(3): what was outstanding or not yet polled vanishes.
     connected_.store(nullptr, std::memory_order_release);
     initiator_.reset();
-    fence();
+    fence(Deadline::min());
     recv_cq_.discard(num_);
 }
 
@@ -75,15 +78,12 @@ SoftAttributes SoftQueuePair::own_attributes() const {
     own.port = core_->io.port();
     own.paths = core_->paths;
     own.streams = core_->streams;
+    own.machine = core_->machine;
+    own.socket = core_->io.local_name();
     return own;
 }
 
-Attributes SoftQueuePair::local_attributes() const {
-    SoftAttributes own = own_attributes();
-    const std::lock_guard lock(setup_mutex_);
-    if (role_ == Role::Responder) own.path = path();
-    return to_map(own);
-}
+Attributes SoftQueuePair::local_attributes() const { return to_map(own_attributes()); }
 
 void SoftQueuePair::take_role(Role role, const char* call) {
     const std::lock_guard lock(setup_mutex_);
@@ -95,16 +95,19 @@ void SoftQueuePair::take_role(Role role, const char* call) {
 
 void SoftQueuePair::accept(const Attributes& remote) {
     const SoftAttributes initiator = from_map(remote);
-    const Path chosen = choose_path(initiator, own_attributes());
+    const std::vector<Path> paths = common_paths(initiator, own_attributes());
     take_role(Role::Accepting, "accept");
     const std::lock_guard lock(setup_mutex_);
     responder_->expect(initiator.token, initiator.streams);
     if (!responder_->open()) throw NativeError("accept", ECANCELED, "the QP is in ERR");
-    path_.store(path_name(chosen), std::memory_order_release);
-    if (chosen == Path::Process) {
-        Registry::process().add(responder_);
-    } else {
-        core_->io.expose(responder_);
+    // The initiator takes the first that turns out to be possible.
+    path_.store(path_name(paths.front()), std::memory_order_release);
+    for (const Path path : paths) {
+        if (path == Path::Process) {
+            Registry::process().add(responder_);
+        } else {
+            core_->io.expose(responder_);
+        }
     }
     role_ = Role::Responder;
 }
@@ -115,8 +118,7 @@ void SoftQueuePair::connect(const Attributes& remote, Deadline deadline) {
     Path path = Path::Process;
     std::unique_ptr<Initiator> initiator;
     try {
-        path = responders_choice(responder);
-        initiator = reach(path, responder, deadline);
+        std::tie(path, initiator) = reach_any(responder, deadline);
     } catch (...) {
         const std::lock_guard lock(setup_mutex_);
         role_ = Role::None;
@@ -132,11 +134,18 @@ void SoftQueuePair::connect(const Attributes& remote, Deadline deadline) {
     connected_.store(initiator_.get(), std::memory_order_release);
 }
 
-// What the responder chose, if we allow it and it is possible.
-Path SoftQueuePair::responders_choice(const SoftAttributes& responder) const {
-    SoftAttributes own = own_attributes();
-    std::erase_if(own.paths, [&](const std::string& name) { return name != responder.path; });
-    return choose_path(own, responder);
+// By the first path that turns out to be possible.
+std::pair<Path, std::unique_ptr<Initiator>> SoftQueuePair::reach_any(
+    const SoftAttributes& responder, Deadline deadline) {
+    const std::vector<Path> paths = common_paths(own_attributes(), responder);
+    for (std::size_t i = 0;; ++i) {
+        try {
+            return {paths[i], reach(paths[i], responder, deadline)};
+        } catch (const local::Unavailable& error) {
+            path_note_ = error.what();
+            if (i + 1 == paths.size()) throw;
+        }
+    }
 }
 
 std::unique_ptr<Initiator> SoftQueuePair::reach(Path path, const SoftAttributes& remote,
@@ -146,6 +155,11 @@ std::unique_ptr<Initiator> SoftQueuePair::reach(Path path, const SoftAttributes&
         return std::make_unique<TcpInitiator>(
             init, open_streams(SocketAddress::numeric(remote.host, remote.port), remote.token,
                                core_->streams, deadline));
+    }
+    if (path == Path::Local) {
+        return std::make_unique<local::LocalInitiator>(
+            init, std::make_unique<local::Connection>(remote.socket, remote.token,
+                                                      responder_->token(), deadline));
     }
     auto target = Registry::process().find(remote.token);
     if (!target || !target->claim(responder_->token())) {
@@ -174,9 +188,9 @@ void SoftQueuePair::post_recv(std::span<const RecvWr> requests) {
     responder_->receives().post(requests);
 }
 
-void SoftQueuePair::to_error() { fence(); }
+void SoftQueuePair::to_error() { fence(Deadline::min()); }
 
-void SoftQueuePair::fence() {
+bool SoftQueuePair::fence(Deadline deadline) {
     {
         const std::lock_guard lock(setup_mutex_);
         responder_->fail();
@@ -187,6 +201,8 @@ void SoftQueuePair::fence() {
     }
     Initiator* const initiator = connected_.load(std::memory_order_acquire);
     if (initiator != nullptr) initiator->to_error();
+    const auto guest = responder_->guest();
+    return !guest || guest->wait_idle(deadline);
 }
 
 }  // namespace aioflagcx::verbs::soft

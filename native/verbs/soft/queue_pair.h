@@ -1,11 +1,13 @@
 // The soft device's QueuePair: an initiator after connect(), a responder after accept().
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "verbs/soft/attributes.h"
@@ -23,11 +25,19 @@ namespace aioflagcx::verbs::soft {
 struct DeviceCore {
     DeviceCore(std::string host_, std::vector<std::string> paths_, std::uint32_t streams_,
                const std::string& bind_address)
-        : host(std::move(host_)), paths(std::move(paths_)), streams(streams_), io(bind_address) {}
+        : host(std::move(host_)),
+          paths(std::move(paths_)),
+          streams(streams_),
+          io(bind_address, local()) {}
+
+    bool local() const noexcept {
+        return std::find(paths.begin(), paths.end(), path_name(Path::Local)) != paths.end();
+    }
 
     const std::string host;                // what peers connect to
     const std::vector<std::string> paths;  // available ones, in order of preference
     const std::uint32_t streams;           // of an initiator
+    const Token machine = machine_token();
     IoThread io;
 };
 
@@ -43,17 +53,19 @@ class SoftQueuePair final : public QueuePair {
     void accept(const Attributes& remote) override;
     void connect(const Attributes& remote, Deadline deadline) override;
     const char* path() const noexcept override { return path_.load(std::memory_order_acquire); }
+    std::string path_note() const override { return path_note_; }
     std::size_t post_send(std::span<const SendWr> requests) override;
     void post_recv(std::span<const RecvWr> requests) override;
     void to_error() override;
-    void fence() override;
+    bool fence(Deadline deadline) override;
 
   private:
     enum class Role { None, Accepting, Connecting, Initiator, Responder };
 
     SoftAttributes own_attributes() const;
     void take_role(Role role, const char* call);
-    Path responders_choice(const SoftAttributes& responder) const;
+    std::pair<Path, std::unique_ptr<Initiator>> reach_any(const SoftAttributes& responder,
+                                                          Deadline deadline);
     std::unique_ptr<Initiator> reach(Path path, const SoftAttributes& remote, Deadline deadline);
 
     const std::shared_ptr<DeviceCore> core_;
@@ -73,6 +85,7 @@ class SoftQueuePair final : public QueuePair {
     // initiator_ for those who do not take setup_mutex_; set once.
     std::atomic<Initiator*> connected_{nullptr};
     std::atomic<const char*> path_{""};
+    std::string path_note_;  // written by connect() only
 };
 
 }  // namespace aioflagcx::verbs::soft

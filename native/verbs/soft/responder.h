@@ -4,8 +4,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "verbs/soft/gate.h"
+#include "verbs/soft/local/shared_table.h"
 #include "verbs/soft/memory.h"
 #include "verbs/soft/receive_queue.h"
 #include "verbs/soft/token.h"
@@ -39,17 +42,32 @@ class Responder {
     std::uint32_t streams() const noexcept { return streams_; }
     bool open() noexcept { return gate_.open(); }
 
-    // Process path: true once, for the initiator agreed on.
+    // Process and local path: true once, for the initiator agreed on.
     bool claim(const Token& initiator) noexcept {
         return gate_.state() == Gate::State::Open && initiator == initiator_ &&
                !claimed_.exchange(true);
     }
 
-    // To ERR, from any thread that is not inside the gate. On return nobody touches memory for
-    // this QP any more, and every posted receive has been completed.
+    // To ERR, from any thread that is not inside the gate. On return nobody in this process
+    // touches memory for this QP any more, and every posted receive has been completed. A guest
+    // of another process begins no further copy; its wait_idle() tells when the last one is over.
     void fail() {
         gate_.close();
+        if (const auto guest = this->guest()) guest->close();
         receives_.flush();
+    }
+
+    // Local path: the initiator that claimed it. False when the gate is closed already.
+    bool attach(std::shared_ptr<local::LocalGuest> guest) {
+        const std::lock_guard lock(guest_mutex_);
+        // Whoever closes the gate after this look finds the guest.
+        if (gate_.state() != Gate::State::Open) return false;
+        guest_ = std::move(guest);
+        return true;
+    }
+    std::shared_ptr<local::LocalGuest> guest() const {
+        const std::lock_guard lock(guest_mutex_);
+        return guest_;
     }
 
   private:
@@ -60,7 +78,9 @@ class Responder {
     Gate gate_{Gate::State::Idle};
     ReceiveQueue receives_;
     const std::uint8_t min_rnr_timer_;
-    std::atomic<bool> claimed_{false};  // whether an initiator holds the process path
+    std::atomic<bool> claimed_{false};  // whether an initiator holds the process or local path
+    mutable std::mutex guest_mutex_;    // guards guest_; a leaf
+    std::shared_ptr<local::LocalGuest> guest_;
 };
 
 }  // namespace aioflagcx::verbs::soft

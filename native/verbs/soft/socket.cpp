@@ -5,6 +5,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdint>
 
@@ -64,10 +65,10 @@ ssize_t receive_pieces(int fd, std::span<iovec> pieces) noexcept {
 }
 
 ssize_t discard_bytes(int fd, std::size_t size) noexcept {
+    std::array<std::uint8_t, 16384> unread;
     ssize_t got = 0;
     do {
-        // tcp(7): with MSG_TRUNC the bytes are discarded rather than passed back.
-        got = ::recv(fd, nullptr, size, MSG_TRUNC | MSG_DONTWAIT);
+        got = ::recv(fd, unread.data(), std::min(size, unread.size()), MSG_DONTWAIT);
     } while (got < 0 && errno == EINTR);
     return got;
 }

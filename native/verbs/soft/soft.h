@@ -17,6 +17,9 @@ struct SoftOptions {
     std::string advertise_address;  // what peers connect to; empty: bind_address
     std::vector<std::string> paths = {"process", "local", "tcp"};  // in order of preference
     std::uint32_t streams = 2;  // TCP streams per queue pair, at least 1
+    // Let every process of the user copy into this one where Yama allows it to parents only
+    // (PR_SET_PTRACER_ANY, prctl(2)); for the whole process, for good.
+    bool allow_ptrace = false;
 };
 
 std::unique_ptr<Device> open_soft_device(const SoftOptions& options);

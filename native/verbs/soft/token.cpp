@@ -4,7 +4,10 @@
 #include <sys/random.h>
 
 #include <cerrno>
+#include <cstdlib>
+#include <fstream>
 #include <mutex>
+#include <string>
 
 #include "common/error.h"
 
@@ -53,6 +56,20 @@ Token process_token() {
         process_stale = false;
     }
     return process_value;
+}
+
+Token machine_token() noexcept {
+    Token token{};
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string text;
+    if (!(file >> text)) return token;
+    std::erase(text, '-');
+    if (text.size() != 2 * token.size()) return token;
+    for (std::size_t i = 0; i < token.size(); ++i) {
+        token[i] =
+            static_cast<std::uint8_t>(std::strtoul(text.substr(2 * i, 2).c_str(), nullptr, 16));
+    }
+    return token;
 }
 
 }  // namespace aioflagcx::verbs::soft

@@ -25,4 +25,7 @@ Token random_token();
 // Names this process; a fork()ed child has another one.
 Token process_token();
 
+// Names the running kernel: its boot id (random(4)). All zeros where /proc does not tell.
+Token machine_token() noexcept;
+
 }  // namespace aioflagcx::verbs::soft

@@ -1,0 +1,198 @@
+#include "verbs/soft/local/shared_table.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <thread>
+#include <utility>
+
+#include "common/error.h"
+#include "verbs/soft/local/wire.h"
+
+namespace aioflagcx::verbs::soft::local {
+
+namespace {
+
+// Until `quiet()`, which a running process brings about within a copy's time, or `gone()`, which
+// costs a system call.
+template <typename Quiet, typename Gone>
+bool wait_for(Quiet quiet, Gone gone, Deadline deadline) {
+    for (int i = 0; i < kLooks; ++i) {
+        if (quiet()) return true;
+    }
+    Clock::duration nap = kFirstNap;
+    while (!quiet() && !gone()) {
+        const auto now = Clock::now();
+        if (now >= deadline) return false;
+        std::this_thread::sleep_for(std::min(nap, deadline - now));
+        nap = std::min<Clock::duration>(2 * nap, kLongestNap);
+    }
+    return true;
+}
+
+}  // namespace
+
+// ---- LocalGuest ------------------------------------------------------------------------------
+
+LocalGuest::LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd control, UniqueFd process,
+                       pid_t pid)
+    : table_(std::move(table)),
+      control_(std::move(control)),
+      process_(std::move(process)),
+      pid_(pid),
+      gate_(table_->take_gate()),
+      ticket_(table_->next_ticket()) {
+    try {
+        page_file_ = create_memory_file("aioflagcx-announcements", sizeof(Announcement));
+        page_ = Mapping(page_file_.get(), sizeof(Announcement), true);
+    } catch (...) {
+        table_->free_gate(gate_);
+        throw;
+    }
+    table_->table().gates[gate_].store(ticket_, std::memory_order_seq_cst);
+}
+
+LocalGuest::~LocalGuest() {
+    close();
+    table_->free_gate(gate_);
+}
+
+void LocalGuest::close() noexcept {
+    if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+    table_->table().gates[gate_].store(0, std::memory_order_seq_cst);
+}
+
+bool LocalGuest::busy() const noexcept {
+    const auto& page = *static_cast<const Announcement*>(page_.get());
+    return page.count.load(std::memory_order_seq_cst) != 0;
+}
+
+bool LocalGuest::uses(std::uint32_t key) const noexcept {
+    const auto& page = *static_cast<const Announcement*>(page_.get());
+    // Whatever the other process writes there, no more than there is gets read.
+    const std::size_t count =
+        std::min<std::size_t>(page.count.load(std::memory_order_seq_cst), kAnnouncedKeys);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (page.keys[i].load(std::memory_order_acquire) == key) return true;
+    }
+    return false;
+}
+
+bool LocalGuest::ended() const noexcept {
+    pollfd entry{process_.get(), POLLIN, 0};
+    return ::poll(&entry, 1, 0) == 1;
+}
+
+bool LocalGuest::wait_idle(Deadline deadline) const {
+    return wait_for([this] { return !busy(); }, [this] { return ended(); }, deadline);
+}
+
+void LocalGuest::lend(std::uint32_t key) {
+    const std::lock_guard lock(mutex_);
+    lent_.push_back(key);
+}
+
+void LocalGuest::recall(std::uint32_t key) noexcept {
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::erase(lent_, key) == 0) return;
+    }
+    Message message;
+    message.kind = Kind::Recall;
+    message.key = key;
+    // One that does not read keeps its mapping until it does; the region is closed to it anyway.
+    ::send(control_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// ---- SharedTable -----------------------------------------------------------------------------
+
+SharedTable::SharedTable()
+    : file_(create_memory_file("aioflagcx-regions", sizeof(Table))),
+      read_only_(reopen_read_only(file_.get())),
+      map_(file_.get(), sizeof(Table), true) {}
+
+void SharedTable::publish(std::uint32_t key, std::uint64_t addr, std::uint64_t length,
+                          std::uint32_t access, bool mappable) noexcept {
+    Entry& entry = table().entries[slot_of(key)];
+    entry.addr.store(addr, std::memory_order_relaxed);
+    entry.length.store(length, std::memory_order_relaxed);
+    entry.access.store(access, std::memory_order_relaxed);
+    entry.mappable.store(mappable ? 1 : 0, std::memory_order_relaxed);
+    entry.tag.store(open_tag(key), std::memory_order_seq_cst);
+}
+
+void SharedTable::withdraw(std::uint32_t key) noexcept {
+    table().entries[slot_of(key)].tag.store(0, std::memory_order_seq_cst);
+    for (const auto& guest : guests()) guest->recall(key);
+}
+
+bool SharedTable::wait_unused(std::uint32_t key, Deadline deadline) {
+    for (const auto& guest : guests()) {
+        if (!wait_for([&] { return !guest->uses(key); }, [&] { return guest->ended(); },
+                      deadline)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+std::shared_ptr<LocalGuest> SharedTable::admit(UniqueFd control, UniqueFd process, pid_t pid) {
+    guests();  // their gates may be needed
+    auto guest = std::make_shared<LocalGuest>(shared_from_this(), std::move(control),
+                                              std::move(process), pid);
+    const std::lock_guard lock(mutex_);
+    guests_.push_back(guest);
+    return guest;
+}
+
+void SharedTable::shut() noexcept {
+    std::vector<std::shared_ptr<LocalGuest>> all;
+    {
+        const std::lock_guard lock(mutex_);
+        all.swap(guests_);
+    }
+    for (const auto& guest : all) guest->close();
+}
+
+// Those that may still be inside a copy; forgets the others.
+std::vector<std::shared_ptr<LocalGuest>> SharedTable::guests() {
+    std::vector<std::shared_ptr<LocalGuest>> forgotten;  // freed without the lock
+    std::vector<std::shared_ptr<LocalGuest>> all;
+    const std::lock_guard lock(mutex_);
+    for (auto& guest : guests_) {
+        const bool finished = guest->closed() && (!guest->busy() || guest->ended());
+        (finished ? forgotten : all).push_back(std::move(guest));
+    }
+    guests_ = all;
+    return all;
+}
+
+std::uint32_t SharedTable::take_gate() {
+    const std::lock_guard lock(mutex_);
+    if (!free_gates_.empty()) {
+        const std::uint32_t gate = free_gates_.back();
+        free_gates_.pop_back();
+        return gate;
+    }
+    if (next_gate_ == kLocalGates) {
+        throw NativeError("accept", ENOSPC,
+                          std::to_string(kLocalGates) + " local queue pairs are connected");
+    }
+    return next_gate_++;
+}
+
+std::uint32_t SharedTable::next_ticket() {
+    const std::lock_guard lock(mutex_);
+    if (++last_ticket_ == 0) ++last_ticket_;  // 0 is a closed gate
+    return last_ticket_;
+}
+
+void SharedTable::free_gate(std::uint32_t gate) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_gates_.push_back(gate);
+}
+
+}  // namespace aioflagcx::verbs::soft::local
