@@ -89,7 +89,15 @@ class Immediates(NamedTuple):
     responder: int
     imm: int
 
-Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates
+class PathNote(NamedTuple):
+    """Why a rail takes `path` and not a better one that both sides allow."""
+
+    session: int
+    rail: str
+    path: str
+    note: str
+
+Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote
 
 class TransferEngine:
     event_fd: int
@@ -106,6 +114,7 @@ class TransferEngine:
         advertise_address: str,  # numeric; what peers are told to connect data streams to
         soft_paths: Sequence[str],
         soft_streams: int,
+        allow_ptrace: bool,
         slice_size: int,
         workers_per_device: int,
         qps_per_endpoint: int,
@@ -118,9 +127,10 @@ class TransferEngine:
         keepalive_interval: float,
         keepalive_timeout: float,
     ) -> None: ...
-    def close(self) -> None:
+    def close(self) -> list[int]:
         """*Blocking.* Joins every thread and frees everything; idempotent. No other *blocking*
-        call of this engine may be under way; later calls raise NativeError."""
+        call of this engine may be under way; later calls raise NativeError. The ids of regions
+        that a peer, stopped inside a copy, may still touch: their memory must not be freed."""
 
     def poll_events(self) -> tuple[list[int], list[Event]]:
         """Clears the wake-up; (ids of transfers that succeeded, everything else), in order."""
@@ -245,14 +255,16 @@ class Responder:
 
     id: int
     keepalive_token: bytes  # 16 bytes, for the reply
-    path: str  # of the latest accept
+    path: str  # the first that the latest accept holds possible; the initiator has the last word
 
     def accept(self, attempt: int, rails: Sequence[Attributes]) -> list[Attributes]:
         """*Blocking.* Queue pairs for the initiator's, in RTS with receives posted; fences
         earlier attempts of the same rails first. NativeError with the reason when none fits."""
 
-    def fence(self, attempt: int) -> None:
-        """*Blocking.* When it returns, this attempt can touch no memory here any more."""
+    def fence(self, attempt: int, timeout: float) -> bool:
+        """*Blocking.* True: this attempt can touch no memory here any more. False after
+        `timeout` seconds: the peer, on this host, is stopped inside a copy; call again to wait
+        on."""
 
     def expect(self, imm: int, count: int) -> bool:
         """True: `count` immediates `imm` have come (and are forgotten). Else an Immediates
@@ -261,6 +273,7 @@ class Responder:
     def forget(self, imm: int) -> None:
         """Drop an expectation."""
 
-    def close(self) -> None:
-        """*Blocking.* Fence everything, end the keepalive. Idempotent. The native keepalive
-        thread fences by itself as soon as the initiator is lost, before KeepaliveLost is seen."""
+    def close(self, timeout: float) -> bool:
+        """*Blocking.* Fence everything, end the keepalive; False as for `fence`. Idempotent. The
+        native keepalive thread fences by itself as soon as the initiator is lost, before
+        KeepaliveLost is seen."""

@@ -163,20 +163,21 @@ class Assembly:
         await self._teardown.aclose()
 
     async def _end_native(self, threads: NativeThreads) -> None:
-        await threads.run(self._close_native)
+        in_use = await threads.run(self._close_native)
         if hasattr(self, "registry"):  # opening may have failed before
-            self.registry.closed()
+            self.registry.closed(in_use)
 
-    def _close_native(self) -> None:
+    def _close_native(self) -> list[int]:
         """Blocks until no native thread touches any memory. Its caller holds this object, and
-        with it the memory, until then."""
-        if self._native is not None:
-            self._native.close()
+        with it the memory, until then. The ids of regions that stopped peers may still touch."""
+        return [] if self._native is None else self._native.close()
 
     def __del__(self) -> None:
         # Not closed, as the loop ended before: registered memory must not be freed under the
         # native threads.
-        self._close_native()
+        in_use = self._close_native()
+        if in_use:
+            self.registry.closed(in_use)
 
     def abandon(self) -> None:
         """:meth:`close` for an engine that nobody holds any more; from any thread."""
@@ -210,6 +211,7 @@ async def _open_native(
             advertise_address=advertise_address,
             soft_paths=config.soft_paths,
             soft_streams=config.soft_streams,
+            allow_ptrace=config.allow_ptrace,
             slice_size=config.slice_size,
             workers_per_device=config.workers_per_device,
             qps_per_endpoint=config.qps_per_endpoint,

@@ -30,6 +30,9 @@ _MiB = 1024 * _KiB
 _GiB = 1024 * _MiB
 _DAY = 86_400.0
 _SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB)?", re.ASCII)
+_FLAGS = dict.fromkeys(("yes", "true", "on", "1"), True) | dict.fromkeys(
+    ("no", "false", "off", "0"), False
+)
 _SIZE_FACTORS = {"B": 1, "KiB": _KiB, "MiB": _MiB, "GiB": _GiB}
 _DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*", re.ASCII)
 
@@ -47,7 +50,7 @@ def _setting(
 ) -> Any:
     """A dataclass field whose metadata says how it is parsed, checked and documented.
 
-    ``kind`` is "size", "count", "seconds", "text" or "names"; ``optional`` admits None.
+    ``kind`` is "size", "count", "seconds", "flag", "text" or "names"; ``optional`` admits None.
     """
     metadata = {
         "kind": kind,
@@ -267,6 +270,14 @@ class Config:
         minimum=1,
         maximum=64,
     )
+    allow_ptrace: bool = _setting(
+        False,
+        "flag",
+        "yes or no",
+        "Lets every process of the same user copy into this one, for hosts where Yama's "
+        "ptrace_scope is 1 and the same-host path would be refused; for the whole process, for "
+        "good (prctl PR_SET_PTRACER_ANY).",
+    )
     bind_address: str | None = _setting(
         None,
         "text",
@@ -373,7 +384,9 @@ def accepted_values(field: dataclasses.Field[Any]) -> str:
         words = special
     else:
         low, high = meta["min"], meta["max"]
-        if meta["kind"] == "size":
+        if meta["kind"] == "flag":
+            words = "True or False; yes, true, on, 1, no, false, off or 0"
+        elif meta["kind"] == "size":
             words = f"{format_size(low)} to {format_size(high)}, in bytes or with KiB, MiB, GiB"
         else:
             words = f"{low:g} to {high:g}" if meta["kind"] == "seconds" else f"{low} to {high}"
@@ -413,6 +426,8 @@ def _parsed(field: dataclasses.Field[Any], text: str) -> object:
         return tuple(name.strip() for name in text.split(","))
     if meta["kind"] == "text":
         return text if meta["secret"] else text.strip()
+    if meta["kind"] == "flag":
+        return _FLAGS.get(text.strip().lower(), text)
     if meta["kind"] == "seconds":
         return float(text)
     if meta["kind"] == "size":
@@ -432,6 +447,10 @@ def _checked(field: dataclasses.Field[Any], value: object) -> object:
         return _checked_paths(value)
     if meta["kind"] == "text":
         return _checked_text(field.name, value)
+    if meta["kind"] == "flag":
+        if type(value) is not bool:
+            raise ValueError(value)
+        return value
     # Exact types: bool is an int, and "True seconds" is a mistake worth telling.
     if type(value) is not int and not (meta["kind"] == "seconds" and type(value) is float):
         raise ValueError(value)

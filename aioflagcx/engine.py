@@ -217,15 +217,19 @@ class Engine:
         limit = seconds(timeout, self._config.connect_timeout)
         return await self._assembly().peers.reach(session_id, limit)
 
-    async def quiesce(self, peer: str) -> None:
+    async def quiesce(self, peer: str, *, timeout: float | None = 5.0) -> None:
         """Fence everything with which ``peer``, a session id or engine id, can reach our memory.
 
         When it returns, nothing of the sessions that the peer had opened to this engine can read
         or write here any more; the peer's pending transfers to us fail. The peer's next call
         opens a new session. Nothing happens when no such peer is connected; TypeError and
         ValueError tell what is neither kind of id.
+
+        Raises :class:`~aioflagcx.errors.QuiesceTimeout` when a process of this host, which copies
+        into our memory by itself, is stopped in the middle of a copy and has not finished it
+        within ``timeout`` seconds (None: no limit).
         """
-        await self._assembly().serving.quiesce(peer)
+        await self._assembly().serving.quiesce(peer, seconds(timeout, None))
 
     def notifications(self) -> AsyncIterator[Notification]:
         """What peers' applications send: by ``notify`` of a write, or :meth:`Session.notify`.

@@ -132,6 +132,14 @@ class DeregisterTimeout(AioFlagcxError, TimeoutError):
     """
 
 
+class QuiesceTimeout(AioFlagcxError, TimeoutError):
+    """A peer on this host was stopped inside a copy into our memory when ``quiesce`` gave up.
+
+    Remedy: do not reuse the memory that it was writing to. It can begin no other copy; continue
+    or end its process, then call ``quiesce`` again.
+    """
+
+
 class EngineClosed(AioFlagcxError):
     """The engine is closed, not started yet, or was closed while the call was waiting.
 

@@ -70,6 +70,10 @@ class Events:
             owner = self.links.get(event.owner) or self.guests.get(event.owner)
             if owner is not None:
                 owner.keepalive_lost(event.reason)
+        elif isinstance(event, _native.PathNote):
+            link = self.links.get(event.session)
+            if link is not None:
+                link.path_noted(event)
         elif isinstance(event, _native.Immediates):
             guest = self.guests.get(event.responder)
             if guest is not None:

@@ -228,6 +228,16 @@ class Link:
         """The native session has failed before the event that says so has been seen."""
         self._lose(error.detail)
 
+    def path_noted(self, event: _native.PathNote) -> None:
+        """A rail does not take the path that both sides like best."""
+        _logger.info(
+            "%s: %s goes by %s, since the same-host path is not possible: %s",
+            self.id,
+            event.rail,
+            event.path,
+            event.note,
+        )
+
     def endpoint_down(self, event: _native.EndpointDown) -> None:
         """An attempt's queue pairs have failed: get a new attempt to work, or be lost."""
         if self._loss is not None:

@@ -7,7 +7,8 @@ native threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 
 from . import _native
 from .errors import DeregisterTimeout, EngineClosed, RegistrationError
@@ -16,6 +17,11 @@ from .region import ACCESS_BITS, Region, RegionState
 from .threads import NativeThreads
 
 __all__ = ["Registry"]
+
+_logger = logging.getLogger(__name__)
+
+_stranded: list[object] = []
+"""Owners of memory that a stopped peer may still touch; for good."""
 
 _TURN = 128
 """Regions handled before the event loop gets its turn: a few microseconds each."""
@@ -272,9 +278,16 @@ class Registry:
             drainer.cancel()
             await asyncio.wait((drainer,))
 
-    def closed(self) -> None:
-        """The native core is closed, so nobody uses any region any more."""
+    def closed(self, in_use: Collection[int]) -> None:
+        """The native core is closed, so nobody uses any region any more but those ``in_use``."""
         for region in [*self._by_range.values(), *self._draining.values()]:
+            if region._id in in_use:
+                _logger.error(
+                    "a peer on this host was stopped while it copied, and may still touch %r: "
+                    "this memory is kept until the process ends",
+                    region,
+                )
+                _stranded.extend(region._owners.values())
             self._end(region)
         self._by_range.clear()
         self._by_name.clear()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 
 from . import _native
-from .errors import HandshakeRejected, ProtocolError
+from .errors import HandshakeRejected, ProtocolError, QuiesceTimeout
 from .handshake import CloseReason, ControlConnection, format_address, parse_address
 from .handshake.messages import (
     Connect,
@@ -26,6 +27,13 @@ from .runtime import Runtime
 __all__ = ["Guest", "Serving"]
 
 _logger = logging.getLogger(__name__)
+
+_FENCE_TIMEOUT = 1.0
+"""Seconds a peer that asks for a fence may take to finish the copy it is inside of: a thousand
+times more than it needs."""
+
+_LONGEST_NAP = 0.05
+"""Seconds between two looks whether a peer is through with its copy."""
 
 _ENGINE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII | re.IGNORECASE)
 
@@ -63,7 +71,11 @@ class Guest:
             return await self._notify(message, self._responder)
         if isinstance(message, Fence):
             async with self._changing:
-                await self._runtime.threads.run(self._responder.fence, message.attempt)
+                fenced = await self._runtime.threads.run(
+                    self._responder.fence, message.attempt, _FENCE_TIMEOUT
+                )
+            if not fenced:
+                raise HandshakeRejected(f"{self.session_id} is stopped inside a copy")
             return FenceReply(attempt=message.attempt)
         _logger.debug("%s pushed %s, which is ignored", self.session_id, message.KIND)
         return None
@@ -153,8 +165,12 @@ class Guest:
         """The peer's process gives no sign of life; the native core has fenced it already."""
         self._connection.abort(CloseReason("lost", f"no sign of life: {reason}"))
 
-    async def leave(self) -> None:
-        """Make sure that nothing of the peer can touch our memory any more. Idempotent."""
+    async def leave(self, timeout: float | None = 0.0) -> bool:
+        """Make sure that nothing of the peer can touch our memory any more. Idempotent.
+
+        It can begin nothing new. False when ``timeout`` seconds (None: no limit) do not suffice
+        for it to finish the copy it is inside of, as it is stopped: call again to wait on.
+        """
         self._gone = True
         for arrived in self._immediates.values():
             if not arrived.done():
@@ -162,15 +178,22 @@ class Guest:
         async with self._changing:
             responder = self._responder
             if responder is None:
-                return
-            await self._runtime.threads.run(responder.close)
+                return True
+            quiet = await self._runtime.threads.run(responder.close, 0.0)
             self._runtime.events.guests.pop(responder.id, None)
+        loop, nap = self._runtime.loop, 0.001
+        deadline = math.inf if timeout is None else loop.time() + timeout
+        while not quiet and loop.time() < deadline:
+            await asyncio.sleep(min(nap, deadline - loop.time()))
+            nap = min(2 * nap, _LONGEST_NAP)
+            quiet = await self._runtime.threads.run(responder.close, 0.0)
+        return quiet
 
-    async def dismiss(self, reason: str) -> None:
+    async def dismiss(self, reason: str, timeout: float | None = 0.0) -> bool:
         """Close the connection and :meth:`leave`."""
         self._gone = True
         self._connection.close(reason)  # first: the end of the keepalive says less
-        await self.leave()
+        return await self.leave(timeout)
 
 
 class Serving:
@@ -181,6 +204,7 @@ class Serving:
         self._queue = queue
         self._guests: dict[ControlConnection, Guest] = {}
         self._leaving: dict[Guest, asyncio.Task[None]] = {}
+        self._stopped: set[Guest] = set()  # fenced, but still inside a copy when last looked at
         self._closed = False
 
     def connected(self, connection: ControlConnection) -> None:
@@ -200,7 +224,7 @@ class Serving:
         if guest is None:
             return
         _logger.info("session of %s ended: %s", guest.session_id, reason)
-        task = self._leaving[guest] = self._runtime.loop.create_task(guest.leave())
+        task = self._leaving[guest] = self._runtime.loop.create_task(self._dismiss(guest))
         task.add_done_callback(lambda _: self._leaving.pop(guest))
 
     def push_tables(self) -> None:
@@ -208,10 +232,21 @@ class Serving:
         for guest in self._guests.values():
             guest.push_table()
 
-    async def quiesce(self, peer: str) -> None:
+    async def _dismiss(self, guest: Guest) -> None:
+        """Fence a peer that is gone; one that is stopped is kept in mind."""
+        if not await guest.leave():
+            self._stopped.add(guest)
+            _logger.warning(
+                "%s was stopped while it copied: it may write on, into what it was writing to, "
+                "until it is ended",
+                guest.session_id,
+            )
+
+    async def quiesce(self, peer: str, timeout: float | None) -> None:
         """Fence everything that the engine with this session or engine id can write to here.
 
         TypeError and ValueError for what is neither: to do nothing would pass for a fence.
+        Raises :class:`~aioflagcx.errors.QuiesceTimeout`.
         """
         if not isinstance(peer, str):
             raise TypeError(f"expected a session or engine id, not {type(peer).__name__}")
@@ -219,12 +254,20 @@ class Serving:
         peer = peer.lower() if is_engine else format_address(*parse_address(peer))
         guests = [
             guest
-            for guest in (*self._guests.values(), *self._leaving)
+            for guest in {*self._guests.values(), *self._leaving, *self._stopped}
             if peer in (guest.session_id, guest.engine_id)
         ]
         if not guests:
             _logger.debug("quiesce(%r): no such peer is connected", peer)
-        await asyncio.gather(*(guest.dismiss("quiesced") for guest in guests))
+        quiet = await asyncio.gather(*(guest.dismiss("quiesced", timeout) for guest in guests))
+        for guest, is_quiet in zip(guests, quiet, strict=True):
+            (self._stopped.discard if is_quiet else self._stopped.add)(guest)
+        if not all(quiet):
+            raise QuiesceTimeout(
+                f"{peer} is on this host and was stopped while it copied: it can begin nothing "
+                f"new, but did not finish within {timeout} s what it had begun. Do not reuse the "
+                "memory that it was writing to; continue or end that process, and quiesce again"
+            )
 
     async def close(self) -> None:
         """Refuse what comes, and fence every peer."""

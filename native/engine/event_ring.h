@@ -52,7 +52,15 @@ struct Immediates {
     std::uint32_t imm = 0;
 };
 
-using Event = std::variant<TransferEvent, EndpointDown, KeepaliveLost, Immediates>;
+// Why a rail does not take a better path than it does.
+struct PathNote {
+    std::uint64_t session = 0;
+    std::string rail;
+    std::string path;
+    std::string note;
+};
+
+using Event = std::variant<TransferEvent, EndpointDown, KeepaliveLost, Immediates, PathNote>;
 
 // Lock: mutex_ guards the queues and `woken_`; a leaf.
 class EventRing {

@@ -48,4 +48,8 @@ inline constexpr int kKeepaliveMessagesPerTurn = 16;
 // Out of descriptors: how long the keepalive listener rests, so that it does not spin.
 inline constexpr std::chrono::milliseconds kKeepaliveAcceptPause{100};
 
+// Closing an engine: how long a peer may take to finish the copy it is inside of. One takes under a
+// millisecond, so a peer that needs longer is stopped.
+inline constexpr std::chrono::seconds kClosePatience{1};
+
 }  // namespace aioflagcx::engine

@@ -8,6 +8,21 @@
 
 namespace aioflagcx::engine {
 
+namespace {
+
+// A stopped peer will copy to an address once it goes on, so nothing else may come to lie there:
+// the mapping stays until this process ends.
+void strand(std::shared_ptr<Allocation> allocation) {
+    static std::mutex mutex;
+    static auto* const stranded =
+        std::make_unique<std::vector<std::shared_ptr<Allocation>>>().release();
+    if (!allocation) return;
+    const std::lock_guard lock(mutex);
+    stranded->push_back(std::move(allocation));
+}
+
+}  // namespace
+
 LocalTable::LocalTable(std::vector<verbs::ProtectionDomain*> domains, std::uint64_t max_mr_size)
     : domains_(std::move(domains)), max_mr_size_(max_mr_size) {}
 
@@ -117,8 +132,7 @@ std::vector<std::uint64_t> LocalTable::close(verbs::Deadline deadline) {
         } else if (!free_region(lock, *region, deadline)) {
             in_use.push_back(region->id);
             revoked_.erase(region->id);
-            // Its peer copies to an address: nothing else may come to lie there.
-            if (region->allocation) new std::shared_ptr<Allocation>(region->allocation);
+            strand(std::move(region->allocation));
         }
     }
     return in_use;

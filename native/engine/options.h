@@ -14,6 +14,7 @@ struct EngineOptions {
     std::string advertise_address;  // numeric; where peers find data and keepalive listeners
     std::vector<std::string> soft_paths;
     std::uint32_t soft_streams = 2;
+    bool allow_ptrace = false;
     std::uint32_t slice_size = 65'536;  // bytes
     std::uint32_t workers_per_device = 1;
     std::uint32_t qps_per_endpoint = 1;

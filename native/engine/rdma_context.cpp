@@ -42,6 +42,7 @@ std::vector<std::unique_ptr<verbs::Device>> open_devices(const EngineOptions& op
         soft.advertise_address = options.advertise_address;
         soft.paths = options.soft_paths;
         soft.streams = options.soft_streams;
+        soft.allow_ptrace = options.allow_ptrace;
         devices.push_back(verbs::soft::open_soft_device(soft));
     }
     if (devices.empty()) throw NativeError("open device", 0, "no device named");

@@ -54,7 +54,7 @@ Responder::Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, s
     add(engine_->stats().responders);
 }
 
-Responder::~Responder() { close(); }
+Responder::~Responder() { close(verbs::Deadline::min()); }
 
 std::string Responder::path() {
     const std::lock_guard lock(mutex_);
@@ -137,9 +137,10 @@ std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
     return reply;
 }
 
+// mutex_ is held.
 void Responder::release(std::vector<Accepted> accepted) {
     for (Accepted& one : accepted) {
-        one.qp->fence();
+        if (!one.qp->fence(verbs::Deadline::min())) unquiet_.push_back(one.qp);
         // The sink may be posting a receive: it lets go of the queue pair on its own thread.
         one.sink->worker().run([sink = one.sink, &worker = one.sink->worker()] {
             worker.remove(*sink);
@@ -159,18 +160,32 @@ void Responder::fence_if(Predicate matches) {
     release(std::move(fenced));
 }
 
-void Responder::fence(std::uint64_t attempt) {
-    fence_if([attempt](const Accepted& one) { return one.attempt == attempt; });
+bool Responder::wait_quiet(verbs::Deadline deadline) {
+    std::vector<std::shared_ptr<verbs::QueuePair>> waiting;
+    {
+        const std::lock_guard lock(mutex_);
+        waiting.swap(unquiet_);
+    }
+    std::erase_if(waiting, [deadline](const auto& qp) { return qp->fence(deadline); });
+    const std::lock_guard lock(mutex_);
+    unquiet_.insert(unquiet_.end(), waiting.begin(), waiting.end());
+    return unquiet_.empty();
 }
 
-void Responder::close() {
-    if (engine_->forked()) return;
+bool Responder::fence(std::uint64_t attempt, verbs::Deadline deadline) {
+    fence_if([attempt](const Accepted& one) { return one.attempt == attempt; });
+    return wait_quiet(deadline);
+}
+
+bool Responder::close(verbs::Deadline deadline) {
+    if (engine_->forked()) return true;
     {
         const std::lock_guard lock(mutex_);
         if (!std::exchange(closed_, true)) sub(engine_->stats().responders);
     }
     fence_if([](const Accepted&) { return true; });
     engine_->liveness().forget(id_);
+    return wait_quiet(deadline);
 }
 
 bool Responder::expect(std::uint32_t imm, std::uint32_t count) {

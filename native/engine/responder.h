@@ -39,11 +39,12 @@ class ReceiveSink final : public CompletionSink {
 };
 
 // Locks, never held together: mutex_ guards the queue pairs and `closed_` (held while fencing,
-// which waits for the device's own threads only); imm_mutex_ guards the immediates.
+// which waits for the device's own threads only, and never for the peer); imm_mutex_ guards the
+// immediates.
 class Responder : public std::enable_shared_from_this<Responder> {
   public:
     Responder(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::string peer);
-    ~Responder();  // close()
+    ~Responder();  // close(), without waiting
 
     std::uint64_t id() const noexcept { return id_; }
     const KeepaliveToken& keepalive_token() const noexcept { return token_; }
@@ -54,8 +55,10 @@ class Responder : public std::enable_shared_from_this<Responder> {
 
     std::vector<verbs::Attributes> accept(std::uint64_t attempt,
                                           const std::vector<verbs::Attributes>& remote);
-    void fence(std::uint64_t attempt);
-    void close();
+    // False at the deadline: the peer is stopped inside a copy. It can begin no other; call again
+    // to wait on.
+    bool fence(std::uint64_t attempt, verbs::Deadline deadline);
+    bool close(verbs::Deadline deadline);
 
     bool expect(std::uint32_t imm, std::uint32_t count);
     void forget(std::uint32_t imm);
@@ -71,7 +74,8 @@ class Responder : public std::enable_shared_from_this<Responder> {
 
     Accepted accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
                         verbs::Attributes* local);
-    static void release(std::vector<Accepted> accepted);
+    void release(std::vector<Accepted> accepted);
+    bool wait_quiet(verbs::Deadline deadline);
     template <typename Predicate>
     void fence_if(Predicate matches);
     void lost(const std::string& reason);
@@ -83,6 +87,7 @@ class Responder : public std::enable_shared_from_this<Responder> {
 
     std::mutex mutex_;
     std::vector<Accepted> accepted_;
+    std::vector<std::shared_ptr<verbs::QueuePair>> unquiet_;  // fenced, not confirmed
     std::string path_;
     bool closed_ = false;
 

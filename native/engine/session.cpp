@@ -121,6 +121,9 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
                                                    local_device, remote_device, attempt,
                                                    engine_->contexts()[local_device]->name() +
                                                        "->" + name_of(remote[i], remote_device)));
+            if (const std::string note = prepared[i].qp->path_note(); !note.empty()) {
+                engine_->ring().push(PathNote{id_, lanes.back()->rail(), path, note});
+            }
         }
     } catch (...) {
         destroy(std::move(prepared));

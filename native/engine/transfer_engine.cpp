@@ -5,6 +5,7 @@
 
 #include "common/error.h"
 #include "common/own_process.h"
+#include "engine/limits.h"
 #include "engine/responder.h"
 #include "engine/session.h"
 
@@ -81,13 +82,13 @@ std::shared_ptr<Responder> TransferEngine::create_responder(const std::string& p
     return responder;
 }
 
-void TransferEngine::close() {
-    if (forked()) return;
+std::vector<std::uint64_t> TransferEngine::close() {
+    if (forked()) return {};
     std::vector<std::weak_ptr<Session>> sessions;
     std::vector<std::weak_ptr<Responder>> responders;
     {
         const std::lock_guard lock(mutex_);
-        if (closed_.exchange(true)) return;
+        if (closed_.exchange(true)) return {};
         sessions.swap(sessions_);
         responders.swap(responders_);
     }
@@ -95,12 +96,13 @@ void TransferEngine::close() {
         if (const auto session = weak.lock()) session->close();
     }
     for (const auto& weak : responders) {
-        if (const auto responder = weak.lock()) responder->close();
+        if (const auto responder = weak.lock()) responder->close(verbs::Deadline::min());
     }
     liveness_->stop();
-    regions_->close();
+    auto in_use = regions_->close(verbs::Clock::now() + kClosePatience);
     for (const auto& context : contexts_) context->stop();
     contexts_.clear();  // sockets and device threads end here, not when Python lets go of us
+    return in_use;
 }
 
 }  // namespace aioflagcx::engine

@@ -37,7 +37,9 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
     TransferEngine(EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices);
     ~TransferEngine();
 
-    void close();
+    // The ids of regions that a stopped peer is still inside of; their memory must stay where it is
+    // until this process ends. Later calls return nothing.
+    std::vector<std::uint64_t> close();
     // Whether this is a forked child's copy: its threads are not here, so closing is nothing.
     bool forked() const noexcept { return ::getpid() != pid_; }
     bool closed() const noexcept { return closed_.load(); }

@@ -25,17 +25,18 @@ using RangeTuple =
 
 std::shared_ptr<TransferEngine> make_engine(
     std::vector<std::string> devices, std::string bind_address, std::string advertise_address,
-    std::vector<std::string> soft_paths, std::uint32_t soft_streams, std::uint32_t slice_size,
-    std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint, std::uint32_t max_wr_per_qp,
-    std::uint64_t max_inflight_bytes_per_endpoint, std::uint32_t post_batch, std::uint32_t spin_us,
-    std::uint32_t retry_count, std::uint8_t rnr_retry, double keepalive_interval,
-    double keepalive_timeout) {
+    std::vector<std::string> soft_paths, std::uint32_t soft_streams, bool allow_ptrace,
+    std::uint32_t slice_size, std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint,
+    std::uint32_t max_wr_per_qp, std::uint64_t max_inflight_bytes_per_endpoint,
+    std::uint32_t post_batch, std::uint32_t spin_us, std::uint32_t retry_count,
+    std::uint8_t rnr_retry, double keepalive_interval, double keepalive_timeout) {
     EngineOptions options;
     options.devices = std::move(devices);
     options.bind_address = std::move(bind_address);
     options.advertise_address = std::move(advertise_address);
     options.soft_paths = std::move(soft_paths);
     options.soft_streams = soft_streams;
+    options.allow_ptrace = allow_ptrace;
     options.slice_size = slice_size;
     options.workers_per_device = workers_per_device;
     options.qps_per_endpoint = qps_per_endpoint;
@@ -135,10 +136,11 @@ void bind_engine(py::module_& module) {
     py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(module, "TransferEngine")
         .def(py::init(&make_engine), py::kw_only(), py::arg("devices"), py::arg("bind_address"),
              py::arg("advertise_address"), py::arg("soft_paths"), py::arg("soft_streams"),
-             py::arg("slice_size"), py::arg("workers_per_device"), py::arg("qps_per_endpoint"),
-             py::arg("max_wr_per_qp"), py::arg("max_inflight_bytes_per_endpoint"),
-             py::arg("post_batch"), py::arg("spin_us"), py::arg("retry_count"),
-             py::arg("rnr_retry"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
+             py::arg("allow_ptrace"), py::arg("slice_size"), py::arg("workers_per_device"),
+             py::arg("qps_per_endpoint"), py::arg("max_wr_per_qp"),
+             py::arg("max_inflight_bytes_per_endpoint"), py::arg("post_batch"), py::arg("spin_us"),
+             py::arg("retry_count"), py::arg("rnr_retry"), py::arg("keepalive_interval"),
+             py::arg("keepalive_timeout"))
         .def("close", &TransferEngine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("event_fd", [](TransferEngine& self) { return self.ring().fd(); })
         .def_property_readonly("devices", &device_names)

@@ -38,10 +38,18 @@ void bind_responder(py::module_& module) {
         // Its lock is held while queue pairs are set up and fenced.
         .def_property_readonly("path", py::cpp_function(&Responder::path, Release()))
         .def("accept", &accept, py::arg("attempt"), py::arg("rails"))
-        .def("fence", &Responder::fence, py::arg("attempt"), Release())
+        .def(
+            "fence",
+            [](Responder& self, std::uint64_t attempt, double timeout) {
+                return self.fence(attempt, deadline_after(timeout));
+            },
+            py::arg("attempt"), py::arg("timeout"), Release())
         .def("expect", &Responder::expect, py::arg("imm"), py::arg("count"), Release())
         .def("forget", &Responder::forget, py::arg("imm"), Release())
-        .def("close", &Responder::close, Release());
+        .def(
+            "close",
+            [](Responder& self, double timeout) { return self.close(deadline_after(timeout)); },
+            py::arg("timeout"), Release());
 }
 
 }  // namespace aioflagcx::python

@@ -15,7 +15,7 @@ namespace {
 
 // Module-lifetime references: the interpreter frees them with the process.
 struct Types {
-    py::handle region_record, transfer_event, endpoint_down, keepalive_lost, immediates;
+    py::handle region_record, transfer_event, endpoint_down, keepalive_lost, immediates, path_note;
     py::handle native_error, local_miss, remote_miss;
 };
 Types types;
@@ -104,6 +104,9 @@ struct EventVisitor {
     }
     py::object operator()(const engine::Immediates& e) const {
         return types.immediates(e.responder, e.imm);
+    }
+    py::object operator()(const engine::PathNote& e) const {
+        return types.path_note(e.session, e.rail, e.path, text_or_none(true, e.note));
     }
 };
 
@@ -206,6 +209,8 @@ void bind_types(py::module_& module) {
             .release();
     types.keepalive_lost = named_tuple(module, "KeepaliveLost", {"owner", "reason"}).release();
     types.immediates = named_tuple(module, "Immediates", {"responder", "imm"}).release();
+    types.path_note =
+        named_tuple(module, "PathNote", {"session", "rail", "path", "note"}).release();
 
     types.native_error = exception(module, "NativeError", PyExc_RuntimeError);
     const py::handle miss = exception(module, "AddressMiss", PyExc_LookupError);

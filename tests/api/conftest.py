@@ -1,5 +1,5 @@
 """Engines to try the public API on: each test runs on both event loops and, where data moves,
-on both paths of the soft device."""
+on every path of the soft device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
-@pytest.fixture(params=["process", "tcp"])
+@pytest.fixture(params=["process", "local", "tcp"])
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -55,7 +55,7 @@ async def break_path(pair: Pair) -> None:
     assembly: Any = pair.theirs._open
     [guest] = assembly.serving._guests.values()
     attempt = pair.session._link._attempt
-    await asyncio.to_thread(guest._responder.fence, attempt)
+    await asyncio.to_thread(guest._responder.fence, attempt, 1.0)
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ TEST_F(SessionTest, AResponderHoldsABoundedNumberOfQueuePairs) {
         EXPECT_EQ(accepted, 64u);
     }
     responder->accept(1000, {{{"rail", std::uint64_t{3}}}});  // in the old one's place
-    responder->close();
+    responder->close(verbs::Deadline::max());
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
     }
     void TearDown() override {
         session->close();
-        responder->close();
+        responder->close(verbs::Deadline::max());
         initiator.engine->close();
         target.engine->close();
     }
@@ -110,7 +110,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
         for (Event& event : events) {
             if (auto* transfer = std::get_if<TransferEvent>(&event)) failed.push_back(*transfer);
             if (auto* down = std::get_if<EndpointDown>(&event); down != nullptr && !lost) {
-                responder->fence(down->attempt);
+                responder->fence(down->attempt, verbs::Deadline::max());
                 session->fenced(down->attempt);
                 connect();
             }
@@ -166,7 +166,7 @@ TEST_P(SoftEnginesUnderStress, StoppedTransfersAreQuietAndOthersSurvive) {
             ASSERT_EQ(failed[0].id, victim_id);
             ASSERT_EQ(failed[0].status, TaskStatus::Cancelled);
             for (const std::uint64_t unknown : failed[0].unknown_attempts) {
-                responder->fence(unknown);
+                responder->fence(unknown, verbs::Deadline::max());
                 session->fenced(unknown);
             }
         }
@@ -189,7 +189,7 @@ TEST_P(SoftEnginesUnderStress, AResponderFencedUnderLoadIsTransparent) {
         std::fill(target.memory.begin(), target.memory.end(), std::uint8_t{0});
         const auto task = submit(Op::Write, id, 0, 0, kBytes);
         wait_bytes(*task, kBytes / 4);
-        responder->fence(attempt);
+        responder->fence(attempt, verbs::Deadline::max());
         while (!done.contains(id)) turn();
         ASSERT_EQ(initiator.memory, target.memory);
     }
@@ -252,8 +252,8 @@ TEST_P(SoftEngines, TheTargetsEndIsSeenAndEverythingEnds) {
     while (done.size() + failed.size() < 4) turn();
 }
 
-const Shape kOneRail[] = {{"process", 1, 1, 1}, {"tcp", 1, 1, 1}};
-const Shape kTwoRails[] = {{"process", 2, 2, 4}, {"tcp", 2, 2, 4}};
+const Shape kOneRail[] = {{"process", 1, 1, 1}, {"local", 1, 1, 1}, {"tcp", 1, 1, 1}};
+const Shape kTwoRails[] = {{"process", 2, 2, 4}, {"local", 2, 2, 4}, {"tcp", 2, 2, 4}};
 
 std::string name_of(const ::testing::TestParamInfo<Shape>& shape) {
     return shape.param.path + std::to_string(shape.param.devices) + "x" +

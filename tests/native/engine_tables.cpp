@@ -167,7 +167,13 @@ TEST_F(Tables, SharedKeysAndNamesAreRefused) {
 // A memory region whose end takes as long as the test likes.
 struct SlowMr final : verbs::MemoryRegion {
     explicit SlowMr(std::shared_future<void> until) : end(std::move(until)) {}
-    ~SlowMr() override { end.wait(); }
+    bool revoke(verbs::Deadline deadline) override {
+        if (deadline != verbs::Deadline::max()) {
+            return end.wait_until(deadline) == std::future_status::ready;
+        }
+        end.wait();
+        return true;
+    }
     std::uint32_t lkey() const noexcept override { return 1; }
     std::uint32_t rkey() const noexcept override { return 1; }
     std::shared_future<void> end;

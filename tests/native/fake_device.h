@@ -72,6 +72,7 @@ class FakeMr final : public verbs::MemoryRegion {
     explicit FakeMr(std::uint32_t key) : key_(key) {}
     std::uint32_t lkey() const noexcept override { return key_; }
     std::uint32_t rkey() const noexcept override { return key_ + 1; }
+    bool revoke(verbs::Deadline) override { return true; }
 
   private:
     std::uint32_t key_;
@@ -154,7 +155,10 @@ class FakeQp final : public verbs::QueuePair {
         if (script_->broken) throw NativeError("to_error", EIO, "as the script says");
         flush();
     }
-    void fence() override { state_ = verbs::QpState::Err; }
+    bool fence(verbs::Deadline) override {
+        state_ = verbs::QpState::Err;
+        return true;
+    }
 
     // The script's mutex is held.
     void carry_out_locked() {

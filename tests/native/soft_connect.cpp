@@ -50,7 +50,7 @@ TEST_P(SoftConnect, AFencedResponderRefuses) {
     Side b(options());
     b.qp->accept(a.qp->local_attributes());
     const Attributes attributes = b.qp->local_attributes();
-    b.qp->fence();
+    b.qp->fence(soon());
     EXPECT_EQ(error_of([&] { a.qp->connect(attributes, soon()); }), ECONNREFUSED);
     EXPECT_EQ(a.qp->state(), QpState::Init);
 }
@@ -85,7 +85,7 @@ TEST_P(SoftConnect, AnErrorInInitEndsTheQp) {
     Side b(options());
     a.qp->to_error();
     EXPECT_EQ(a.qp->state(), QpState::Err);
-    b.qp->fence();
+    b.qp->fence(soon());
     EXPECT_THROW(b.qp->accept(a.qp->local_attributes()), NativeError);
     SendWr wr;
     EXPECT_EQ(a.qp->post_send({&wr, 1}), 1U);
@@ -127,7 +127,6 @@ TEST(SoftPaths, NoneInCommonNamesBothLists) {
 }
 
 TEST(SoftPaths, OptionsThatLeaveNoPathAreRefused) {
-    EXPECT_THROW(open_soft_device(with_paths({"local"})), NativeError);
     EXPECT_THROW(open_soft_device(with_paths({})), NativeError);
     EXPECT_THROW(open_soft_device(with_paths({"tcp", "carrier pigeon"})), NativeError);
 }

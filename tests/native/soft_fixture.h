@@ -133,13 +133,14 @@ inline void connect(QueuePair& initiator, QueuePair& responder) {
 class OnPath : public ::testing::TestWithParam<const char*> {
   protected:
     bool tcp() const { return std::string(GetParam()) == "tcp"; }
+    bool local() const { return std::string(GetParam()) == "local"; }
     SoftOptions options(std::uint32_t streams = 2) const {
         return options_for(GetParam(), streams);
     }
 };
 
-#define SOFT_ON_EVERY_PATH(suite)                                          \
-    INSTANTIATE_TEST_SUITE_P(, suite, ::testing::Values("process", "tcp"), \
+#define SOFT_ON_EVERY_PATH(suite)                                                   \
+    INSTANTIATE_TEST_SUITE_P(, suite, ::testing::Values("process", "local", "tcp"), \
                              [](const auto& param) { return std::string(param.param); })
 
 }  // namespace aioflagcx::verbs::soft

@@ -72,13 +72,14 @@ class Stream {
 class SoftLifetime : public OnPath {};
 SOFT_ON_EVERY_PATH(SoftLifetime);
 
-TEST_P(SoftLifetime, NoByteChangesAfterTheTargetsRegionIsDestroyed) {
+TEST_P(SoftLifetime, NoByteChangesAfterTheTargetsRegionIsRevoked) {
     for (std::uint64_t round = 0; round < 10; ++round) {
         Side a(options(), 4 << 20);
         Side b(options(), 4 << 20);
         connect(*a.qp, *b.qp);
         Stream stream(a, b, WrOpcode::RdmaWrite);
         stream.await_progress(100 + 37 * round);
+        ASSERT_TRUE(b.mr->revoke(soon()));
         b.mr.reset();
         const auto snapshot = b.buffer;
         stream.wait();
@@ -94,7 +95,7 @@ TEST_P(SoftLifetime, NoByteChangesAfterTheResponderIsFenced) {
         connect(*a.qp, *b.qp);
         Stream stream(a, b, WrOpcode::RdmaWrite);
         stream.await_progress(100 + 37 * round);
-        b.qp->fence();
+        b.qp->fence(soon());
         const auto snapshot = b.buffer;
         stream.wait();
         EXPECT_EQ(stream.reason(), WcStatus::RetryExcErr);
@@ -110,6 +111,8 @@ TEST_P(SoftLifetime, NoByteChangesAfterTheResponderIsDestroyed) {
         connect(*a.qp, *b.qp);
         Stream stream(a, b, WrOpcode::RdmaWrite);
         stream.await_progress(100 + 37 * round);
+        // Destroying does not wait for another process, fencing does.
+        if (local()) ASSERT_TRUE(b.qp->fence(soon()));
         b.qp.reset();
         const auto snapshot = b.buffer;
         stream.wait();
@@ -260,7 +263,7 @@ TEST(SoftTcpLifetime, FenceCoversWhatWaitsInTheKernelsBuffers) {
         requests.push_back(a.request(WrOpcode::RdmaWrite, b, 1 << 10, 900 + i, 0, i << 10));
     }
     ASSERT_EQ(a.qp->post_send(requests), requests.size());
-    b.qp->fence();
+    b.qp->fence(soon());
     const auto snapshot = b.buffer;
     const auto done = a.take(requests.size());
     EXPECT_EQ(done.back().status, WcStatus::WrFlushErr);

@@ -250,7 +250,7 @@ TEST_F(SoftPort, ReadsThatNobodyTakesCostBoundedMemoryAndNobodyElse) {
     const SendWr wr = a.request(WrOpcode::RdmaWrite, b, 1000);
     a.qp->post_send({&wr, 1});
     EXPECT_EQ(a.take_one().status, WcStatus::Success);
-    qp->fence();
+    qp->fence(soon());
     raw.expect_closed();
 }
 

@@ -175,8 +175,8 @@ TEST_P(SoftReceive, FencingFlushesPostedReceivesOnce) {
     connect(*a.qp, *b.qp);
     const RecvWr receives[] = {b.receive(1), b.receive(2), b.receive(3)};
     b.qp->post_recv(receives);
-    b.qp->fence();
-    b.qp->fence();
+    b.qp->fence(soon());
+    b.qp->fence(soon());
     const auto got = b.take(3);
     for (std::size_t i = 0; i < got.size(); ++i) {
         EXPECT_EQ(got[i].wr_id, i + 1);

@@ -83,8 +83,8 @@ void IoThread::dispatch(Id id, std::uint32_t events) {
     const auto guest = guests_.find(id);
     const auto stream = streams_.find(id);
     if (guest == guests_.end() && stream == streams_.end()) return;
-    Responder* const responder = guest != guests_.end() ? guest->second.responder
-                                                        : &stream->second.stream->responder();
+    Responder* const responder =
+        guest != guests_.end() ? guest->second.responder : &stream->second.stream->responder();
     try {
         if (guest != guests_.end()) return guest_ready(guest->second);
         stream_ready(id, stream->second, events);

@@ -1,5 +1,6 @@
 // The responders' side of the paths with streams: one thread a device, which owns the listeners,
-// every stream its responders receive on, and what guests of the local path ask for. It never blocks except in epoll_wait.
+// every stream its responders receive on, and what guests of the local path ask for. It never
+// blocks except in epoll_wait.
 #pragma once
 
 #include <atomic>

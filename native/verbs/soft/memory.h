@@ -65,7 +65,7 @@ class MrTable {
     mutable std::shared_mutex mutex_;
     std::unordered_map<std::uint32_t, MrRef> entries_;
     std::vector<bool> taken_;  // places in the shared table, if there is one
-    std::uint32_t next_;  // counts up from a random start; a key comes again after 2^32 others
+    std::uint32_t next_;       // counts up from a random start; a key comes again after 2^32 others
 };
 
 // The last used keys of one thread's object, in front of the table's lock. Keys are not reused

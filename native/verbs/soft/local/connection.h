@@ -38,9 +38,7 @@ class Connection {
     UniqueFd take_stream() noexcept { return std::move(stream_); }
 
     const Table& table() const noexcept { return *static_cast<const Table*>(table_.get()); }
-    Announcement& announcement() const noexcept {
-        return *static_cast<Announcement*>(page_.get());
-    }
+    Announcement& announcement() const noexcept { return *static_cast<Announcement*>(page_.get()); }
     bool gate_open() const noexcept {
         return table().gates[gate_].load(std::memory_order_seq_cst) == ticket_;
     }

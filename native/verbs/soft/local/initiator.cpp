@@ -161,8 +161,8 @@ std::size_t LocalInitiator::gather(std::uint64_t end, PinSet& pins) {
     for (std::uint64_t seq = first_; seq != end && count < kCallPieces && bytes < kCallBytes;
          ++seq) {
         const SendWr& wr = queue_.request(seq);
-        const std::uint64_t size = std::min<std::uint64_t>(wr.sge.length - offset,
-                                                           kCallBytes - bytes);
+        const std::uint64_t size =
+            std::min<std::uint64_t>(wr.sge.length - offset, kCallBytes - bytes);
         if (size != 0) {
             const MrRef& entry = mrs_.find(wr.sge.lkey);
             if (pins.full() || !entry || !entry->grants(wr.sge.addr, wr.sge.length, access)) break;
@@ -255,9 +255,8 @@ std::size_t LocalInitiator::copy(std::size_t count, int* error) {
 ssize_t LocalInitiator::call(std::size_t from, std::size_t to) const {
     const pid_t pid = connection_->pid();
     const std::size_t count = to - from;
-    return reading_
-               ? ::process_vm_readv(pid, &here_[from], count, &there_[from], count, 0)
-               : ::process_vm_writev(pid, &here_[from], count, &there_[from], count, 0);
+    return reading_ ? ::process_vm_readv(pid, &here_[from], count, &there_[from], count, 0)
+                    : ::process_vm_writev(pid, &here_[from], count, &there_[from], count, 0);
 }
 
 // Requests of no bytes are finished with those before them.

@@ -35,9 +35,9 @@ struct Message {
     std::uint32_t magic = kMagic;
     std::uint16_t version = kWireVersion;
     Kind kind{};
-    Token target{};          // Open: the responder's; Opened: the table's name
-    Token initiator{};       // Open
-    Token nonce{};           // Opened: what lies at nonce_addr in the target
+    Token target{};     // Open: the responder's; Opened: the table's name
+    Token initiator{};  // Open
+    Token nonce{};      // Opened: what lies at nonce_addr in the target
     std::uint64_t nonce_addr = 0;
     std::uint64_t offset = 0;  // Lent: of the region in the file
     std::uint32_t key = 0;     // Lend, Lent, Recall
