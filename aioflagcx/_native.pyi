@@ -233,8 +233,12 @@ class Session:
         """By position, 0 <= index < region_count, in address order; IndexError."""
 
     def names(self) -> list[str]: ...
-    def submit(self, request: Request, id: int, imm: int = 0) -> Task:
+    def submit(self, request: Request, id: int, imm: int = 0, now: bool = False) -> Task | None:
         """Queue it; the request is consumed. RemoteMiss leaves the request usable.
+
+        None: it is done, copied by this call, with no event to follow. `now` asks for that; it
+        happens to small transfers without `imm` by a path that copies, when nothing else is under
+        way.
 
         `imm` nonzero: after all data has landed, a zero-length WRITE_WITH_IMM on each queue pair
         used (one when there is no data); done means those have been acknowledged too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Flights"]
 
+_NOW_TIME = 200e-6
+"""Seconds from the first small transfer of a loop's turn, in which further ones are carried out in
+the call; then they take the long way, which gives the loop its turn."""
+
 _GRANULARITY = 0.01
 """Seconds between two looks at the deadlines, however many of them pass in between."""
 
@@ -27,7 +32,7 @@ _GRANULARITY = 0.01
 class Flights:
     """The transfers that are not done."""
 
-    __slots__ = ("_last_id", "_timer", "_timer_at", "active", "drain_timeout", "loop")
+    __slots__ = ("_last_id", "_now_until", "_timer", "_timer_at", "active", "drain_timeout", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, drain_timeout: float) -> None:
         self.loop = loop
@@ -36,6 +41,18 @@ class Flights:
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
+        self._now_until = 0.0  # 0: no small transfer in this turn yet
+
+    def may_copy_now(self) -> bool:
+        """Whether a small transfer may still be carried out in the call."""
+        now = time.monotonic()
+        if not self._now_until:
+            self._now_until = now + _NOW_TIME
+            self.loop.call_soon(self._next_turn)
+        return now < self._now_until
+
+    def _next_turn(self) -> None:
+        self._now_until = 0.0
 
     def add(self, transfer: Transfer, deadline: float) -> int:
         """Take a transfer in, to be stopped at ``deadline``, and give it its id."""

@@ -63,6 +63,8 @@ class Link:
         """The peer's engine id, in hexadecimal."""
         self.path = ""
         """How data moves: "process", "local", "tcp" or "ibverbs"."""
+        self.copies = False
+        """Whether it moves by copies that this process makes."""
         self.alive = False
         """Whether it can be used."""
         self._runtime = runtime
@@ -137,6 +139,7 @@ class Link:
         if connected is None:
             return None
         reply, self.path = connected
+        self.copies = self.path in ("process", "local")
         return reply
 
     # What transfers use ----------------------------------------------------------------------

@@ -36,6 +36,9 @@ _logger = logging.getLogger(__name__)
 
 Status = Literal["pending", "done", "failed", "timed_out", "cancelled"]
 
+_NOW_BYTES = 16_384
+"""Most bytes of a transfer that is worth trying to carry out in the call; the native core's limit."""
+
 _FENCE_SLACK = 0.25
 """Seconds beyond ``drain_timeout`` that the peer's confirmation is waited for; with the timer's
 granularity it stays under the half second that the API promises."""
@@ -224,12 +227,20 @@ class Transfer:
             link.check_notify(self._notify)
             imm = self._notify.imm = link.next_imm()
         assert self._request is not None
-        self._task = link.native.submit(self._request, self._id, imm)
+        now = link.copies and not imm and self.bytes_total <= _NOW_BYTES
+        if now and self._flights.may_copy_now():
+            task = link.native.submit(self._request, self._id, 0, True)
+        else:
+            task = link.native.submit(self._request, self._id, imm)
         self._request = None
         self._link = link
         self._peer = link.id
         self._helper = None
-        self._phase = _POSTED
+        if task is None:
+            self._finish("done", None, True)
+        else:
+            self._task = task
+            self._phase = _POSTED
 
     def _complete_empty(self) -> None:
         """There is nothing to move and nobody to tell."""
@@ -368,10 +379,11 @@ class Transfer:
             self._request = None
 
     def _finish(self, status: Status, error: AioFlagcxError | None, quiet: bool) -> None:
-        task = self._task
-        if task is not None:
-            self._bytes_done = self.bytes_total if status == "done" else task.bytes_done
-            self._task = None
+        task, self._task = self._task, None
+        if status == "done":
+            self._bytes_done = self.bytes_total
+        elif task is not None:
+            self._bytes_done = task.bytes_done
         self._phase = _DONE
         self._status = status
         self._error = error

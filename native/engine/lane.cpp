@@ -32,15 +32,39 @@ verbs::SendWr Lane::request_for(const Slice& slice, std::uint32_t slot) const {
         wr.imm = slice.task->imm;
         return wr;
     }
-    const TransferTask& task = *slice.task;
-    const TableRecord& region = *slice.piece->remote_region;
-    wr.opcode = task.op == Op::Write ? verbs::WrOpcode::RdmaWrite : verbs::WrOpcode::RdmaRead;
-    wr.remote_addr = slice.remote;
-    wr.rkey =
-        task.remote->rkey(region, remote_device_, (slice.remote - region.addr) / region.chunk_size);
-    wr.sge = {slice.local, slice.length,
-              slice.piece->local_region->mr(local_device_, slice.local).lkey()};
+    wr = request_for(slice.task->op, *slice.piece, slice.local - slice.piece->local, slice.length,
+                     *slice.task->remote);
+    wr.wr_id = wr_id(slot);
     return wr;
+}
+
+verbs::SendWr Lane::request_for(Op op, const Piece& piece, std::uint64_t offset,
+                                std::uint32_t length, const RemoteTable& table) const {
+    verbs::SendWr wr;
+    const TableRecord& region = *piece.remote_region;
+    const std::uint64_t local = piece.local + offset;
+    wr.opcode = op == Op::Write ? verbs::WrOpcode::RdmaWrite : verbs::WrOpcode::RdmaRead;
+    wr.remote_addr = piece.remote + offset;
+    wr.rkey =
+        table.rkey(region, remote_device_, (wr.remote_addr - region.addr) / region.chunk_size);
+    wr.sge = {local, length, piece.local_region->mr(local_device_, local).lkey()};
+    return wr;
+}
+
+bool Lane::try_now(Op op, std::span<const Piece> pieces, const RemoteTable& remote) {
+    const std::unique_lock lock(qp_mutex_, std::try_to_lock);
+    if (!lock || !qp_) return false;
+    for (const Piece& piece : pieces) {
+        // One that crosses into another MR chunk fails here, and is cut when it is queued.
+        const auto length = static_cast<std::uint32_t>(piece.length);
+        if (!qp_->try_now(request_for(op, piece, 0, length, remote))) return false;
+    }
+    return true;
+}
+
+void Lane::destroy_queue_pair() noexcept {
+    const std::lock_guard lock(qp_mutex_);
+    qp_.reset();
 }
 
 bool Lane::serve() {
@@ -101,12 +125,14 @@ void Lane::fail(const verbs::WorkCompletion& wc) {
 void Lane::kill() {
     if (std::exchange(killed_, true)) return;
     try {
+        // With the lock: once the session has failed, no copy is under way on any thread.
+        const std::lock_guard lock(qp_mutex_);
         if (!unusable_) qp_->to_error();
     } catch (const NativeError&) {
         unusable_ = true;
     }
     if (unusable_) {
-        qp_.reset();  // its completions go with it
+        destroy_queue_pair();  // its completions go with it
         verbs::WorkCompletion wc;
         wc.status = verbs::WcStatus::WrFlushErr;
         for (std::uint32_t slot = 0; slot < slots_.size(); ++slot) {

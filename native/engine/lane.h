@@ -6,6 +6,8 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -36,15 +38,22 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
          std::uint32_t remote_device, std::uint64_t attempt, std::string rail);
     ~Lane() override;
 
-    void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) { qp_ = std::move(qp); }
+    void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) {
+        const std::lock_guard lock(qp_mutex_);
+        qp_ = std::move(qp);
+    }
     void set_hooks(Hooks hooks) { hooks_ = std::move(hooks); }
-    void destroy_queue_pair() noexcept { qp_.reset(); }
+    void destroy_queue_pair() noexcept;
 
     // Any thread; constant.
     Worker& worker() noexcept { return worker_; }
     const std::string& rail() const noexcept { return rail_; }
     std::uint64_t attempt() const noexcept { return attempt_; }
     void wake() { worker_.wake(shared_from_this()); }
+
+    // Any thread. Carries the pieces out on the caller's, if that takes no waiting. False: they are
+    // to be queued; some of them may have been copied.
+    bool try_now(Op op, std::span<const Piece> pieces, const RemoteTable& remote);
 
     // Worker's thread. The queue pair goes to ERR; `flushed` follows once it is empty.
     void kill();
@@ -60,6 +69,8 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
 
   private:
     verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;
+    verbs::SendWr request_for(Op op, const Piece& piece, std::uint64_t offset, std::uint32_t length,
+                              const RemoteTable& remote) const;
     void end_slot(std::uint32_t slot, const verbs::WorkCompletion& wc);
     void fail(const verbs::WorkCompletion& wc);
     void check_flushed();
@@ -71,6 +82,9 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     const std::uint32_t remote_device_;
     const std::uint64_t attempt_;
     const std::string rail_;
+    // Held by try_now(), and while the queue pair is created, killed or destroyed; the worker alone
+    // reads qp_ without it. Nothing is taken inside but the device's own locks.
+    std::mutex qp_mutex_;
     std::unique_ptr<verbs::QueuePair> qp_;
     Hooks hooks_;
 

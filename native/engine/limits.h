@@ -48,6 +48,10 @@ inline constexpr int kKeepaliveMessagesPerTurn = 16;
 // Out of descriptors: how long the keepalive listener rests, so that it does not spin.
 inline constexpr std::chrono::milliseconds kKeepaliveAcceptPause{100};
 
+// Most bytes of a transfer that the calling thread copies by itself: about 1 us, less than waking a
+// worker takes.
+inline constexpr std::uint64_t kNowBytes = 16'384;
+
 // Closing an engine: how long a peer may take to finish the copy it is inside of. One takes under a
 // millisecond, so a peer that needs longer is stopped.
 inline constexpr std::chrono::seconds kClosePatience{1};

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "engine/limits.h"
 #include "engine/transfer_engine.h"
 
 namespace aioflagcx::engine {
@@ -211,10 +212,18 @@ std::shared_ptr<const RemoteTable> Session::table() {
 
 std::uint64_t Session::generation() { return table()->data().generation; }
 
-std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id,
-                                              std::uint32_t imm) {
+std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id, std::uint32_t imm,
+                                              bool now) {
     const std::shared_ptr<const RemoteTable> remote = table();
     std::vector<Piece> pieces = request.resolve(*remote);
+    if (now && imm == 0 && request.bytes_total() <= kNowBytes) {
+        const std::shared_ptr<Lane> lane = queue_.idle_lane();
+        if (lane && lane->try_now(request.op(), pieces, *remote)) {
+            queue_.done_now(request.op(), request.bytes_total());
+            request.release();
+            return nullptr;
+        }
+    }
     auto task = std::make_shared<TransferTask>(id, request.op(), imm, std::move(pieces),
                                                request.take_uses(), remote, request.bytes_total());
     if (!queue_.submit(task)) {

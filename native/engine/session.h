@@ -50,8 +50,10 @@ class Session : public std::enable_shared_from_this<Session> {
     std::shared_ptr<const RemoteTable> table();
     std::uint64_t generation();
 
-    // The request is spent unless this throws. std::invalid_argument if it is already.
-    std::shared_ptr<TransferTask> submit(Request& request, std::uint64_t id, std::uint32_t imm);
+    // The request is spent unless this throws. std::invalid_argument if it is already. Null when
+    // the transfer is done: `now` asks for that where it takes no waiting and little time.
+    std::shared_ptr<TransferTask> submit(Request& request, std::uint64_t id, std::uint32_t imm,
+                                         bool now = false);
     void cancel(TransferTask& task) { queue_.cancel(task); }
     void abort(const std::shared_ptr<TransferTask>& task);
     void fenced(std::uint64_t attempt) { queue_.fenced(attempt); }

@@ -51,6 +51,17 @@ bool TransferQueue::submit(const Task& task) {
     return true;
 }
 
+std::shared_ptr<Lane> TransferQueue::idle_lane() {
+    const std::lock_guard lock(mutex_);
+    return lost_ || !tasks_.empty() || lanes_.empty() ? nullptr : lanes_.front();
+}
+
+void TransferQueue::done_now(Op op, std::uint64_t bytes) noexcept {
+    add(stats_.transfers_submitted);
+    add(stats_.transfers_done);
+    add(op == Op::Write ? stats_.bytes_written : stats_.bytes_read, bytes);
+}
+
 void TransferQueue::make_runnable(const Task& task) {
     if (task->queued || task->dropped) return;
     task->queued = true;

@@ -42,6 +42,11 @@ class TransferQueue {
     // False once lost. A task without data and immediate finishes at once.
     bool submit(const std::shared_ptr<TransferTask>& task);
 
+    // A lane that has nothing of any transfer to do, or null.
+    std::shared_ptr<Lane> idle_lane();
+    // A transfer that was carried out without being queued.
+    void done_now(Op op, std::uint64_t bytes) noexcept;
+
     // Up to `max_count` slices for `lane`, round robin over tasks by slice; a slice that passes
     // `max_bytes` stays unless the lane is idle (max_bytes is then all it will ever have).
     void take(Lane& lane, std::vector<Slice>& out, std::size_t max_count, std::uint64_t max_bytes,

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,12 @@ std::unique_ptr<Request> make_request(engine::TransferEngine& owner, int op, con
                                      lengths);
 }
 
-Task submit(const std::shared_ptr<Session>& self, Request& request, std::uint64_t id,
-            std::uint32_t imm) {
+std::optional<Task> submit(const std::shared_ptr<Session>& self, Request& request, std::uint64_t id,
+                           std::uint32_t imm, bool now) {
     const py::gil_scoped_release release;
-    return {self, self->submit(request, id, imm)};
+    auto task = self->submit(request, id, imm, now);
+    if (!task) return std::nullopt;
+    return Task{self, std::move(task)};
 }
 
 py::object record_object(const engine::RemoteTable& table, const engine::TableRecord* record) {
@@ -143,7 +146,8 @@ void bind_session(py::module_& module) {
         .def("find_name", &find_name, py::arg("name"))
         .def("region_at", &region_at, py::arg("index"))
         .def("names", &names)
-        .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0)
+        .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0,
+             py::arg("now") = false)
         .def("fenced", &Session::fenced, py::arg("attempt"),
              py::call_guard<py::gil_scoped_release>())
         .def("fail", &Session::fail, py::call_guard<py::gil_scoped_release>())

@@ -4,7 +4,7 @@
 // Threads. A CompletionQueue is polled, armed and slept on by one thread, its worker. After
 // connect() a QueuePair's post_send() and to_error(), and its destruction when it is an
 // initiator, happen on the worker of its send CQ only; post_recv() on the worker of its recv CQ.
-// fence(), Device, ProtectionDomain and MemoryRegion calls may come from any thread.
+// try_now(), fence(), Device, ProtectionDomain and MemoryRegion calls may come from any thread.
 // Failures of calls throw NativeError; failures of requests are completions.
 #pragma once
 
@@ -105,6 +105,12 @@ class QueuePair {
     // full. In ERR every request is taken and completes with WR_FLUSH_ERR.
     virtual std::size_t post_send(std::span<const SendWr> requests) = 0;
     virtual void post_recv(std::span<const RecvWr> requests) = 0;
+
+    // Carries a write or read without immediate out on the calling thread, where that takes no
+    // waiting: a copy to or from a process of this host while nothing else is outstanding. True
+    // when it is done, with no completion to follow; otherwise it is to be posted. From any thread
+    // as long as the QP is not destroyed meanwhile.
+    virtual bool try_now(const SendWr&) { return false; }
 
     // To ERR: every outstanding request completes, those of unknown outcome with WR_FLUSH_ERR.
     // Once they have been polled, nothing of them is read from or written to local memory.

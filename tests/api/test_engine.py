@@ -328,10 +328,10 @@ async def test_reprs_say_something(pair: Pair) -> None:
     assert "'src'" in repr(pair.local)
     assert "'dst'" in repr(pair.remote)
     assert "1 named region" in repr(pair.session.regions)
-    transfer = pair.ours.submit_write(pair.session, pair.local, pair.remote, 64)
+    transfer = pair.ours.submit_write(pair.session, pair.local, pair.remote, 65_536)
     assert f"with {pair.session.id} pending" in repr(transfer)
     await transfer
-    assert "done 64 of 64 bytes" in repr(transfer)
+    assert "done 65536 of 65536 bytes" in repr(transfer)
     await pair.ours.close()
     assert "closed" in repr(pair.ours)
     assert "dead" in repr(pair.session)

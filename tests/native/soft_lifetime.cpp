@@ -112,7 +112,9 @@ TEST_P(SoftLifetime, NoByteChangesAfterTheResponderIsDestroyed) {
         Stream stream(a, b, WrOpcode::RdmaWrite);
         stream.await_progress(100 + 37 * round);
         // Destroying does not wait for another process, fencing does.
-        if (local()) ASSERT_TRUE(b.qp->fence(soon()));
+        if (local()) {
+            ASSERT_TRUE(b.qp->fence(soon()));
+        }
         b.qp.reset();
         const auto snapshot = b.buffer;
         stream.wait();

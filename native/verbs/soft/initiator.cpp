@@ -1,6 +1,7 @@
 #include "verbs/soft/initiator.h"
 
 #include <array>
+#include <mutex>
 
 #include "verbs/soft/limits.h"
 
@@ -42,6 +43,13 @@ std::size_t Initiator::post(std::span<const SendWr> requests) {
     if (!in_error() && !waiting()) pump();
     queue_.report();
     return taken;
+}
+
+bool Initiator::try_now(const SendWr& wr) {
+    // Not to wait for the worker, which may be copying for another queue pair.
+    const std::unique_lock lock(cq_.progress_mutex(), std::try_to_lock);
+    if (!lock || in_error() || waiting() || !queue_.empty()) return false;
+    return check_local(mrs_, wr) == WcStatus::Success && execute_now(wr);
 }
 
 void Initiator::to_error() {

@@ -31,6 +31,7 @@ class Initiator : public Pollable {
     };
 
     std::size_t post(std::span<const SendWr> requests);
+    bool try_now(const SendWr& wr);
     void to_error();
     bool in_error() const noexcept { return error_.load(std::memory_order_acquire); }
 
@@ -42,6 +43,8 @@ class Initiator : public Pollable {
 
     // Starts what may start and moves what is started.
     virtual void pump() = 0;
+    // QueuePair::try_now() of a request that is right on this side, with an empty queue.
+    virtual bool execute_now(const SendWr&) { return false; }
     // Takes in what the peer sent; before pump() of the same poll().
     virtual void receive() {}
     // Leaves the path: local memory is not touched after it.

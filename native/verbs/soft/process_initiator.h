@@ -18,6 +18,7 @@ class ProcessInitiator final : public Initiator {
 
   private:
     void pump() override;
+    bool execute_now(const SendWr& wr) override { return execute(wr) == WcStatus::Success; }
     // No copy is under way between calls. The responder of an initiator that left is of no use to
     // anybody, and learns it as it would from the end of a TCP stream.
     void close_path() noexcept override { target_->fail(); }

@@ -182,6 +182,11 @@ std::size_t SoftQueuePair::post_send(std::span<const SendWr> requests) {
     return requests.size();
 }
 
+bool SoftQueuePair::try_now(const SendWr& request) {
+    Initiator* const initiator = connected_.load(std::memory_order_acquire);
+    return initiator != nullptr && initiator->try_now(request);
+}
+
 void SoftQueuePair::post_recv(std::span<const RecvWr> requests) {
     // An initiator's ERR flushes its receives too.
     if (state() == QpState::Err) responder_->fail();

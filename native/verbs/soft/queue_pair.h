@@ -56,6 +56,7 @@ class SoftQueuePair final : public QueuePair {
     std::string path_note() const override { return path_note_; }
     std::size_t post_send(std::span<const SendWr> requests) override;
     void post_recv(std::span<const RecvWr> requests) override;
+    bool try_now(const SendWr& request) override;
     void to_error() override;
     bool fence(Deadline deadline) override;
 

@@ -141,7 +141,7 @@ bool LocalInitiator::copy_chunk(std::uint64_t end) {
         count = check_remote(count);
         copied = copy(count, &error);
     }
-    connection_->announcement().count.store(0, std::memory_order_release);
+    withdraw();
     if (!open) return fail_copy(ECONNRESET);
     if (count == 0) {
         fail(first_, WcStatus::RemAccessErr);
@@ -193,36 +193,68 @@ void LocalInitiator::announce() noexcept {
                      std::memory_order_seq_cst);
 }
 
-// How many of the pieces the target grants. The entries cannot change while they are announced.
-std::size_t LocalInitiator::check_remote(std::size_t count) {
+void LocalInitiator::withdraw() noexcept {
+    connection_->announcement().count.store(0, std::memory_order_release);
+}
+
+// The region, if the target grants the access. The entry cannot change while it is announced.
+std::optional<LocalInitiator::Remote> LocalInitiator::find_remote(std::uint32_t key) {
     const std::uint32_t needed = reading_ ? kAccessRemoteRead : kAccessRemoteWrite;
+    const Entry& entry = connection_->table().entries[slot_of(key)];
+    if (entry.tag.load(std::memory_order_seq_cst) != open_tag(key)) return std::nullopt;
+    if ((entry.access.load(std::memory_order_relaxed) & needed) != needed) return std::nullopt;
+    const bool mappable = entry.mappable.load(std::memory_order_relaxed) != 0;
+    return Remote{entry.addr.load(std::memory_order_relaxed),
+                  entry.length.load(std::memory_order_relaxed),
+                  mappable ? connection_->find_mapped(key) : nullptr};
+}
+
+// How many of the pieces the target grants.
+std::size_t LocalInitiator::check_remote(std::size_t count) {
     std::uint32_t key = 0;
-    bool known = false;
-    std::uint64_t addr = 0;
-    std::uint64_t length = 0;
-    std::uint8_t* window = nullptr;
+    std::optional<Remote> remote;
     for (std::size_t i = 0; i < count; ++i) {
         const SendWr& wr = queue_.request(first_ + i);
         mapped_[i] = nullptr;
         if (there_[i].iov_len == 0) continue;
-        if (!known || key != wr.rkey) {
+        if (!remote || key != wr.rkey) {
             key = wr.rkey;
-            const Entry& entry = connection_->table().entries[slot_of(key)];
-            if (entry.tag.load(std::memory_order_seq_cst) != open_tag(key)) return i;
-            if ((entry.access.load(std::memory_order_relaxed) & needed) != needed) return i;
-            addr = entry.addr.load(std::memory_order_relaxed);
-            length = entry.length.load(std::memory_order_relaxed);
-            const bool mappable = entry.mappable.load(std::memory_order_relaxed) != 0;
-            window = mappable ? connection_->find_mapped(key) : nullptr;
-            known = true;
+            remote = find_remote(key);
         }
-        if (wr.remote_addr < addr || wr.sge.length > length ||
-            wr.remote_addr - addr > length - wr.sge.length) {
-            return i;
+        if (!remote || !remote->covers(wr.remote_addr, wr.sge.length)) return i;
+        if (remote->window != nullptr) {
+            mapped_[i] = remote->window + (address(there_[i]) - remote->addr);
         }
-        if (window != nullptr) mapped_[i] = window + (address(there_[i]) - addr);
     }
     return count;
+}
+
+// A copy of its own, between those of the queue, which is empty.
+bool LocalInitiator::execute_now(const SendWr& wr) {
+    if (wr.sge.length == 0 || wr.sge.length > kCallBytes || connection_->process_ended()) {
+        return false;
+    }
+    reading_ = wr.opcode == WrOpcode::RdmaRead;
+    PinSet pins;
+    if (!pins.add(mrs_.find(wr.sge.lkey))) return false;
+    keys_[0] = wr.rkey;
+    key_count_ = 1;
+    announce();
+    std::size_t copied = 0;
+    if (connection_->gate_open()) {
+        const auto remote = find_remote(wr.rkey);
+        if (remote && remote->covers(wr.remote_addr, wr.sge.length)) {
+            here_[0] = {reinterpret_cast<void*>(wr.sge.addr), wr.sge.length};
+            there_[0] = {reinterpret_cast<void*>(wr.remote_addr), wr.sge.length};
+            mapped_[0] = remote->window == nullptr
+                             ? nullptr
+                             : remote->window + (wr.remote_addr - remote->addr);
+            int error = 0;
+            copied = copy(1, &error);
+        }
+    }
+    withdraw();
+    return copied == wr.sge.length;
 }
 
 // Bytes copied; fewer than asked for with a reason, or because the kernel stopped early.

@@ -39,7 +39,19 @@ class LocalInitiator final : public Initiator, public StreamOwner {
         LocalInitiator& owner_;
     };
 
+    // A region of the target, as its table has it while its key is announced.
+    struct Remote {
+        std::uint64_t addr;
+        std::uint64_t length;
+        std::uint8_t* window;  // where it is mapped here, or null
+
+        bool covers(std::uint64_t start, std::uint64_t size) const noexcept {
+            return start >= addr && size <= length && start - addr <= length - size;
+        }
+    };
+
     void pump() override;
+    bool execute_now(const SendWr& wr) override;
     void receive() override;
     void close_path() noexcept override;
     void stream_ready() noexcept override { cq_.mark_ready(*this); }
@@ -55,7 +67,9 @@ class LocalInitiator final : public Initiator, public StreamOwner {
     // The steps of copy_chunk(), each on the first pieces that the one before let pass.
     std::size_t gather(std::uint64_t end, PinSet& pins);
     void announce() noexcept;
+    void withdraw() noexcept;
     std::size_t check_remote(std::size_t count);
+    std::optional<Remote> find_remote(std::uint32_t key);
     std::size_t copy(std::size_t count, int* error);
     ssize_t call(std::size_t from, std::size_t to) const;
     void finish_copied(std::size_t bytes);
