@@ -116,8 +116,8 @@ class TransferEngine:
         soft_streams: int,
         allow_ptrace: bool,
         slice_size: int,
-        workers_per_device: int,
-        qps_per_endpoint: int,
+        workers_per_device: int,  # 0: what the device asks for
+        qps_per_endpoint: int,  # 0: one for each worker
         max_wr_per_qp: int,
         max_inflight_bytes_per_endpoint: int,
         post_batch: int,

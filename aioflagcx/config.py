@@ -81,23 +81,25 @@ class Config:
         minimum=64,
         maximum=_GiB,
     )
-    workers_per_device: int = _setting(
-        1,
+    workers_per_device: int | None = _setting(
+        None,
         "count",
         "threads",
-        "Native threads that post and poll for one device; one saturates a NIC, more help when "
-        "the soft device copies.",
+        "Native threads that post and poll for one device; none: one for a NIC, which it "
+        "saturates, and one for each core, at most 4, for the soft device, whose data they copy.",
         minimum=1,
         maximum=64,
+        optional=True,
     )
-    qps_per_endpoint: int = _setting(
-        1,
+    qps_per_endpoint: int | None = _setting(
+        None,
         "count",
         "queue pairs",
         "Queue pairs between one local and one remote device; more spread one peer's traffic "
-        "over NIC processing units and network paths.",
+        "over threads, NIC processing units and network paths. None: one for each worker.",
         minimum=1,
         maximum=64,
+        optional=True,
     )
     max_wr_per_qp: int = _setting(
         256,
@@ -319,7 +321,7 @@ class Config:
                 f"control frame: it must be at least 2 KiB less than "
                 f"handshake_max_frame={self.handshake_max_frame}"
             )
-        queue_depth = self.max_wr_per_qp * self.qps_per_endpoint
+        queue_depth = self.max_wr_per_qp * (self.qps_per_endpoint or 1)
         if self.post_batch > queue_depth:
             raise ConfigError(
                 f"post_batch={self.post_batch} must not be greater than "

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 Status = Literal["pending", "done", "failed", "timed_out", "cancelled"]
 
 _NOW_BYTES = 16_384
-"""Most bytes of a transfer that is worth trying to carry out in the call; the native core's limit."""
+"""Most bytes of a transfer that is tried to be carried out in the call: the native core's limit."""
 
 _FENCE_SLACK = 0.25
 """Seconds beyond ``drain_timeout`` that the peer's confirmation is waited for; with the timer's

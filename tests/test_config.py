@@ -22,8 +22,8 @@ DOCS = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 DEFAULTS = {
     "slice_size": 65_536,
-    "workers_per_device": 1,
-    "qps_per_endpoint": 1,
+    "workers_per_device": None,
+    "qps_per_endpoint": None,
     "max_wr_per_qp": 256,
     "max_inflight_bytes_per_endpoint": 8 * 2**20,
     "post_batch": 16,

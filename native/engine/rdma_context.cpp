@@ -10,8 +10,12 @@ namespace aioflagcx::engine {
 
 RdmaContext::RdmaContext(std::unique_ptr<verbs::Device> device, const EngineOptions& options,
                          Stats& stats)
-    : device_(std::move(device)), pd_(device_->alloc_pd()) {
-    for (std::uint32_t i = 0; i < std::max(options.workers_per_device, 1u); ++i) {
+    : qps_per_endpoint_(options.qps_per_endpoint),
+      device_(std::move(device)),
+      pd_(device_->alloc_pd()) {
+    const std::uint32_t workers = options.workers_per_device != 0 ? options.workers_per_device
+                                                                  : device_->attributes().workers;
+    for (std::uint32_t i = 0; i < workers; ++i) {
         workers_.push_back(std::make_unique<Worker>(*device_, device_->attributes().max_cqe,
                                                     options.spin, stats, "afx-" + device_->name()));
     }
@@ -22,8 +26,17 @@ RdmaContext::~RdmaContext() {
     workers_.clear();  // their CQs before the device
 }
 
-Worker& RdmaContext::next_worker() noexcept {
-    return *workers_[turn_.fetch_add(1, std::memory_order_relaxed) % workers_.size()];
+std::vector<Worker*> RdmaContext::next_workers(std::uint32_t count) {
+    const std::uint32_t first = turn_.fetch_add(count, std::memory_order_relaxed);
+    std::vector<Worker*> next;
+    for (std::uint32_t i = 0; i < count; ++i) {
+        next.push_back(workers_[(first + i) % workers_.size()].get());
+    }
+    return next;
+}
+
+std::uint32_t RdmaContext::qps_per_endpoint() const noexcept {
+    return qps_per_endpoint_ != 0 ? qps_per_endpoint_ : static_cast<std::uint32_t>(workers_.size());
 }
 
 void RdmaContext::stop() {

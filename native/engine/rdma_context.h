@@ -23,11 +23,15 @@ class RdmaContext {
     verbs::ProtectionDomain& pd() noexcept { return *pd_; }
     const std::string& name() const noexcept { return device_->name(); }
 
-    // Queue pairs are spread over the workers in turn.
-    Worker& next_worker() noexcept;
+    // The workers for `count` queue pairs: as far apart as can be, and each in its turn.
+    std::vector<Worker*> next_workers(std::uint32_t count);
+    Worker& next_worker() { return *next_workers(1).front(); }
+    // Queue pairs of an endpoint.
+    std::uint32_t qps_per_endpoint() const noexcept;
     void stop();
 
   private:
+    const std::uint32_t qps_per_endpoint_;  // 0: one for each worker
     std::unique_ptr<verbs::Device> device_;
     std::unique_ptr<verbs::ProtectionDomain> pd_;
     std::vector<std::unique_ptr<Worker>> workers_;

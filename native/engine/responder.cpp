@@ -188,6 +188,12 @@ bool Responder::close(verbs::Deadline deadline) {
     return wait_quiet(deadline);
 }
 
+void Responder::abandon() {
+    std::vector<std::shared_ptr<verbs::QueuePair>> abandoned;
+    const std::lock_guard lock(mutex_);
+    abandoned.swap(unquiet_);
+}
+
 bool Responder::expect(std::uint32_t imm, std::uint32_t count) {
     const std::lock_guard lock(imm_mutex_);
     std::uint32_t here = 0;

@@ -59,6 +59,8 @@ class Responder : public std::enable_shared_from_this<Responder> {
     // to wait on.
     bool fence(std::uint64_t attempt, verbs::Deadline deadline);
     bool close(verbs::Deadline deadline);
+    // After close(): frees the queue pairs that no confirmation came for, as their device goes.
+    void abandon();
 
     bool expect(std::uint32_t imm, std::uint32_t count);
     void forget(std::uint32_t imm);

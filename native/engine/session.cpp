@@ -65,13 +65,12 @@ std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt) {
     std::vector<verbs::Attributes> attributes;
     for (const std::size_t i : down) {
         RdmaContext& context = *engine_->contexts()[endpoints_[i].device];
-        for (std::uint32_t n = 0; n < options.qps_per_endpoint; ++n) {
-            Worker& worker = context.next_worker();
+        for (Worker* const worker : context.next_workers(context.qps_per_endpoint())) {
             verbs::QpInit init;
-            init.send_cq = init.recv_cq = &worker.cq();
+            init.send_cq = init.recv_cq = &worker->cq();
             init.max_send_wr = options.max_wr_per_qp;
             init.rnr_retry = options.rnr_retry;
-            fresh.push_back({i, &worker, context.pd().create_qp(init)});
+            fresh.push_back({i, worker, context.pd().create_qp(init)});
             verbs::Attributes local = fresh.back().qp->local_attributes();
             local["rail"] = std::uint64_t{i};
             attributes.push_back(std::move(local));
@@ -101,9 +100,6 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
         prepared.swap(prepared_);
     }
     const EngineOptions& options = engine_->options();
-    const LaneLimits limits{options.max_wr_per_qp,
-                            options.max_inflight_bytes_per_endpoint / options.qps_per_endpoint,
-                            options.post_batch};
     std::string path;
     std::vector<std::shared_ptr<Lane>> lanes;
     try {
@@ -118,6 +114,10 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
             prepared[i].qp->connect(remote[i], deadline);
             path = prepared[i].qp->path();
             const std::uint32_t local_device = endpoints_[prepared[i].endpoint].device;
+            const LaneLimits limits{options.max_wr_per_qp,
+                                    options.max_inflight_bytes_per_endpoint /
+                                        engine_->contexts()[local_device]->qps_per_endpoint(),
+                                    options.post_batch};
             lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits,
                                                    local_device, remote_device, attempt,
                                                    engine_->contexts()[local_device]->name() +

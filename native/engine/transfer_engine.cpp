@@ -100,6 +100,9 @@ std::vector<std::uint64_t> TransferEngine::close() {
     }
     liveness_->stop();
     auto in_use = regions_->close(verbs::Clock::now() + kClosePatience);
+    for (const auto& weak : responders) {
+        if (const auto responder = weak.lock()) responder->abandon();
+    }
     for (const auto& context : contexts_) context->stop();
     contexts_.clear();  // sockets and device threads end here, not when Python lets go of us
     return in_use;

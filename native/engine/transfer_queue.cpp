@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/limits.h"
+
 namespace aioflagcx::engine {
 
 using verbs::WcStatus;
@@ -44,7 +46,12 @@ bool TransferQueue::submit(const Task& task) {
     tasks_.emplace(task.get(), task);
     if (task->has_data()) {
         make_runnable(task);
-        wake_lanes();
+        // One is enough for little, but only where every lane is known to have room.
+        if (tasks_.size() == 1 && task->bytes_total <= kOneLaneBytes && !lanes_.empty()) {
+            lanes_[++turn_ % lanes_.size()]->wake();
+        } else {
+            wake_lanes();
+        }
     } else {
         maybe_finish(task);
     }
@@ -223,6 +230,7 @@ bool TransferQueue::attached(const Lane& lane) const {
 void TransferQueue::detach(Lane& lane) {
     const std::lock_guard lock(mutex_);
     std::erase_if(lanes_, [&](const auto& other) { return other.get() == &lane; });
+    if (!runnable_.empty()) wake_lanes();  // it may have been the only one to be woken
     for (Task& task : std::exchange(lane.imms, {})) {
         --task->imm_waiting;
         task->imm_failed = true;

@@ -98,6 +98,7 @@ class TransferQueue {
     std::deque<Task> runnable_;                            // with slices to post
     std::vector<std::shared_ptr<Lane>> lanes_;             // attached
     std::unordered_map<std::uint64_t, Attempt> attempts_;  // with lanes that are not flushed
+    std::size_t turn_ = 0;  // of the lanes that small transfers are left to
     bool lost_ = false;
 };
 

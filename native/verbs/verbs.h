@@ -28,6 +28,7 @@ struct DeviceAttributes {
     std::uint32_t max_inline = 0;    // bytes
     std::uint64_t max_mr_size = 0;   // bytes; longer regions take several MRs
     std::uint32_t max_msg_size = 0;  // bytes of one request
+    std::uint32_t workers = 1;       // threads that keep it busy
 };
 
 // What backs a range that peers on the same host may map: its bytes are those of `fd` from `offset`

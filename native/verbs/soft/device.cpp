@@ -1,7 +1,9 @@
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <thread>
 
 #include "common/error.h"
 #include "common/socket_address.h"
@@ -44,6 +46,7 @@ class SoftDevice final : public Device {
         attributes_.max_inline = 0;
         attributes_.max_mr_size = kMaxMrSize;
         attributes_.max_msg_size = kMaxMessage;
+        attributes_.workers = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxWorkers);
     }
     // Explicitly, since QPs that outlive their device against the rules hold the core too.
     ~SoftDevice() override { core_->io.stop(); }

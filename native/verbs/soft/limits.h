@@ -17,6 +17,9 @@ inline constexpr std::uint32_t kMaxCqe = 1U << 22;
 inline constexpr std::uint64_t kMaxMrSize = std::uint64_t{1} << 63;
 // Bytes of one request: InfiniBand's own limit is 2^31.
 inline constexpr std::uint32_t kMaxMessage = 0x7fffffff;
+// Worker threads it asks for, on a machine with as many cores: each copies at the speed of one core,
+// and a few of them at that of the memory.
+inline constexpr std::uint32_t kMaxWorkers = 4;
 
 // ---- Process path ----------------------------------------------------------------------------
 
