@@ -99,6 +99,26 @@ class PathNote(NamedTuple):
 
 Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote
 
+class Allocation:
+    """A memfd of fixed size, mapped shared. Exports `size` bytes by the buffer protocol; memory
+    and file go with the object and the last buffer, on a thread of their own.
+
+    Regions registered inside it tell their devices the file, so that peers may map it."""
+
+    size: int  # bytes asked for
+    mapped: int  # bytes of whole pages
+    page: int  # bytes of one
+
+    def __init__(self, size: int, huge_pages: bool) -> None:
+        """*Blocking*: waits until earlier ones have given their pages back. Has no pages of its
+        own yet. NativeError."""
+
+    def populate(self, offset: int, length: int) -> None:
+        """*Blocking.* Make that part's pages exist, zero-filled; `offset` begins a page.
+        NativeError with ENOSPC or ENOMEM when there are none."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class TransferEngine:
     event_fd: int
     devices: list[str]

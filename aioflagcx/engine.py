@@ -187,6 +187,31 @@ class Engine:
         all_names = None if names is None else list(names)
         return await self._assembly().registry.register(list(memories), all_names, "read_write")
 
+    async def alloc(
+        self,
+        size: int,
+        *,
+        name: str | None = None,
+        access: str = "read_write",
+        huge_pages: bool = False,
+    ) -> Region:
+        """A region of ``size`` bytes of memory that the engine owns, zero-filled.
+
+        Its pages are there when this returns: touching them later cannot fail. Peers on the same
+        host may map the memory, so it is shared memory, in whole pages of its own. Use it by
+        :meth:`Region.view`, :meth:`Region.numpy` or DLPack; it goes when the region is deregistered
+        and the last view is gone, and is never used for anything else. In a forked child it is the
+        parent's memory, not a copy.
+
+        ``name`` and ``access`` as for :meth:`register`. ``huge_pages``: take huge pages of the
+        default size from the pool that the administrator has reserved (``vm.nr_hugepages``).
+
+        Raises :class:`~aioflagcx.errors.RegistrationError` when there is not so much memory, or
+        not so many huge pages; TypeError when ``size`` is no integer.
+        """
+        registry = self._assembly().registry
+        return await registry.alloc(size, name, access, bool(huge_pages))
+
     async def deregister(self, region: Region, *, timeout: float | None = 5.0) -> None:
         """Take one registration back. With the last one, nobody can reach the memory afterwards.
 

@@ -6,6 +6,11 @@ import asyncio
 import ctypes
 import enum
 import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ._native import ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE, RegionRecord
 from .errors import RegistrationError
@@ -62,9 +67,12 @@ class RegionState(enum.Enum):
 
 
 class Region(AnyRegion):
-    """Memory of this process registered with an engine; made by :meth:`Engine.register`.
+    """Memory of this process registered with an engine: by :meth:`Engine.register` or
+    :meth:`Engine.alloc`.
 
-    Its memory's owner is kept alive until :meth:`Engine.deregister` has finished.
+    Its memory's owner is kept alive until :meth:`Engine.deregister` has finished, and beyond that
+    by each view. All views are of the memory itself: :meth:`view`, :meth:`numpy`, and what array
+    libraries make of a region by DLPack.
     """
 
     __slots__ = ("__weakref__", "_count", "_id", "_owners", "_ready", "_state", "_writable")
@@ -82,7 +90,8 @@ class Region(AnyRegion):
         self._owners: dict[int, object] = {}
 
     def view(self) -> memoryview:
-        """The region's bytes, read-only when the memory is; keeps the region's memory alive.
+        """The region's bytes, read-only when the memory is; keeps the region's memory alive,
+        also after the region was deregistered and its engine closed.
 
         Raises :class:`~aioflagcx.errors.RegistrationError` after the region was deregistered.
         """
@@ -92,6 +101,38 @@ class Region(AnyRegion):
         array._owners = tuple(self._owners.values())  # type: ignore[attr-defined]
         view = memoryview(array).cast("B")
         return view if self._writable else view.toreadonly()
+
+    def numpy(
+        self, dtype: npt.DTypeLike = "uint8", shape: int | Sequence[int] | None = None
+    ) -> npt.NDArray[Any]:
+        """:meth:`view` as an array of ``dtype``, of one dimension unless ``shape`` says otherwise.
+
+        One extent of the shape may be -1. Raises ValueError when the region's bytes are not as
+        many as dtype and shape need, or the dtype's elements are Python objects.
+        """
+        kind = np.dtype(dtype)
+        if kind.hasobject or not kind.itemsize:
+            raise ValueError(f"dtype {kind} does not lie in plain memory")
+        count, rest = divmod(self.size, kind.itemsize)
+        if rest:
+            raise ValueError(
+                f"{self!r}: {self.size} bytes are no whole number of elements of dtype {kind}, "
+                f"{kind.itemsize} bytes each"
+            )
+        array = np.frombuffer(self.view(), kind)
+        try:
+            return array if shape is None else array.reshape(shape)
+        except ValueError:
+            raise ValueError(
+                f"{self!r}: {count} elements of dtype {kind} do not have shape {shape}"
+            ) from None
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The bytes as a DLPack capsule, for ``torch.from_dlpack(region)`` and its like."""
+        return self.numpy().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.numpy().__dlpack_device__()
 
     def __repr__(self) -> str:
         state = "" if self._state is RegionState.REGISTERED else f" {self._state.value}"

@@ -7,10 +7,12 @@ native threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from . import _native
+from .allocation import allocate, check_size
 from .errors import DeregisterTimeout, EngineClosed, RegistrationError
 from .memory import Memory, locate
 from .region import ACCESS_BITS, Region, RegionState
@@ -61,17 +63,39 @@ class Registry:
         self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
     ) -> list[Region]:
         """Register all of them or, when that fails or is cancelled, none."""
-        if not isinstance(access, str) or access not in ACCESS_BITS:
-            raise RegistrationError(f"access {access!r} is none of {', '.join(ACCESS_BITS)}")
+        _check_access(access)
         if names is not None and len(names) != len(memories):
             raise RegistrationError(f"{len(memories)} memories but {len(names)} names")
+        with self._at_work():
+            return await self._register(memories, names, access)
+
+    async def alloc(self, size: object, name: str | None, access: str, huge_pages: bool) -> Region:
+        """Register memory made for it, which goes with the region and its last view."""
+        _check_access(access)
+        number = check_size(size)
+        _check_name(name)
+        if name is not None and name in self._by_name:  # before much memory is taken for nothing
+            raise self._name_in_use(name)
+        with self._at_work():
+            allocation = await allocate(self._threads, number, huge_pages, self._check_open)
+            [region] = await self._register([allocation], [name], access)
+            return region
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """While regions come about: closing waits for its end."""
+        self._check_open()
         self._busy += 1
         try:
-            return await self._register(memories, names, access)
+            yield
         finally:
             self._busy -= 1
             if self._idle is not None and not self._busy and not self._idle.done():
                 self._idle.set_result(None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed, or was closed meanwhile")
 
     async def _register(
         self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
@@ -95,8 +119,7 @@ class Registry:
             for region in regions:
                 if region._ready is not None:  # another call is registering it
                     await asyncio.shield(region._ready)
-            if self._closed:
-                raise EngineClosed("the engine was closed during the registration")
+            self._check_open()
         except BaseException:
             self._settle(new, ready)
             self._unreserve(regions)
@@ -105,8 +128,7 @@ class Registry:
 
     def _reserve(self, memory: Memory, given: object, access: str, name: str | None) -> Region:
         """Count one more use of the range; with the first, the region is to be registered."""
-        if self._closed:
-            raise EngineClosed("the engine is closed")
+        self._check_open()
         _check_name(name)
         region = self._by_range.get((memory.addr, memory.size))
         if region is not None:
@@ -118,9 +140,7 @@ class Registry:
                 )
         else:
             if name is not None and name in self._by_name:
-                raise RegistrationError(
-                    f"name {name!r} is in use for {self._by_name[name]!r}", address=memory.addr
-                )
+                raise self._name_in_use(name)
             if memory.writable is False and access != "read":
                 raise RegistrationError(
                     f"the memory is read-only, so peers cannot have access {access!r}: use "
@@ -136,6 +156,9 @@ class Registry:
         region._owners.setdefault(id(given), (given, memory.owner))
         return region
 
+    def _name_in_use(self, name: str) -> RegistrationError:
+        return RegistrationError(f"name {name!r} is in use for {self._by_name[name]!r}")
+
     def _settle(self, regions: list[Region], ready: asyncio.Future[None]) -> None:
         """The native core has registered these, or never will; tell who waits for them."""
         if not regions or ready.done():
@@ -144,6 +167,7 @@ class Registry:
             region._ready = None
             if not region._id:
                 region._state = RegionState.GONE
+                region._owners = {}
                 self._forget(region)
         if regions[0]._id:
             ready.set_result(None)
@@ -292,6 +316,11 @@ class Registry:
         self._by_range.clear()
         self._by_name.clear()
         self._draining.clear()
+
+
+def _check_access(access: object) -> None:
+    if not isinstance(access, str) or access not in ACCESS_BITS:
+        raise RegistrationError(f"access {access!r} is none of {', '.join(ACCESS_BITS)}")
 
 
 def _check_name(name: object) -> None:

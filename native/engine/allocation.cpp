@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <deque>
@@ -16,6 +17,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "common/error.h"
@@ -29,12 +31,23 @@ namespace {
 constexpr unsigned MFD_NOEXEC_SEAL = 0x0008;
 #endif
 
+#ifndef MADV_POPULATE_WRITE  // sys/mman.h of Linux 5.14
+constexpr int MADV_POPULATE_WRITE = 23;
+#endif
+
+// The process's address space is locked while pages are mapped and unmapped, so that other threads
+// that map memory wait. Hence bytes at once, about 0.5 ms, and the shortest sleep in between, for
+// without one the lock is taken again before a waiting thread has woken up.
+constexpr std::uint64_t kMapStep = 4 << 20;
+constexpr std::chrono::nanoseconds kMapPause{1};
+
 // Frees mappings on a thread of its own, which is there only while there are some: the last holder
 // is often an event loop, and giving back the pages of 100 GB takes seconds.
 class Reaper {
   public:
+    // Never destroyed, as its thread may outlive main().
     static Reaper& process() {
-        static Reaper& reaper = *new Reaper;  // never destroyed: its thread may outlive main()
+        static Reaper& reaper = *std::make_unique<Reaper>().release();
         return reaper;
     }
 
@@ -84,8 +97,9 @@ class Reaper {
 // Every allocation of the process, by address.
 class Directory {
   public:
+    // Never destroyed, as allocations may outlive main().
     static Directory& process() {
-        static Directory& directory = *new Directory;  // as allocations may outlive main()
+        static Directory& directory = *std::make_unique<Directory>().release();
         return directory;
     }
 
@@ -118,8 +132,8 @@ class Directory {
 UniqueFd create_file(bool huge_pages) {
     const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING | (huge_pages ? MFD_HUGETLB : 0u);
     // Not executable, which some systems demand (sysctl vm.memfd_noexec) and old ones do not know.
-    int fd = ::memfd_create("aioflagcx", flags | MFD_NOEXEC_SEAL);
-    if (fd < 0 && errno == EINVAL) fd = ::memfd_create("aioflagcx", flags);
+    int fd = ::memfd_create("aioflagcx-alloc", flags | MFD_NOEXEC_SEAL);
+    if (fd < 0 && errno == EINVAL) fd = ::memfd_create("aioflagcx-alloc", flags);
     if (fd < 0) throw NativeError("memfd_create", errno, huge_pages ? "huge pages" : "");
     return UniqueFd(fd);
 }
@@ -153,10 +167,15 @@ class BlockSignals {
 Allocation::Mapping::Mapping(Mapping&& other) noexcept
     : data(std::exchange(other.data, nullptr)),
       size(std::exchange(other.size, 0)),
+      page(other.page),
       fd(std::move(other.fd)) {}
 
 Allocation::Mapping::~Mapping() {
-    if (data != nullptr) ::munmap(data, size);
+    const std::uint64_t step = std::max(kMapStep, page);
+    for (std::uint64_t done = 0; done < size; done += step) {
+        ::munmap(data + done, std::min(step, size - done));
+        if (done + step < size) std::this_thread::sleep_for(kMapPause);
+    }
 }
 
 Allocation::Allocation(std::uint64_t size, Mapping mapping) noexcept
@@ -167,7 +186,7 @@ std::shared_ptr<Allocation> Allocation::make(std::uint64_t size, bool huge_pages
     Mapping mapping;
     mapping.fd = create_file(huge_pages);
     const int fd = mapping.fd.get();
-    const std::uint64_t page = page_size(fd, huge_pages);
+    const std::uint64_t page = mapping.page = page_size(fd, huge_pages);
     const std::string detail =
         std::to_string(size) + " bytes in pages of " + std::to_string(page) + " bytes";
     if (size == 0 || size > INT64_MAX - page) throw NativeError("ftruncate", EINVAL, detail);
@@ -180,7 +199,7 @@ std::shared_ptr<Allocation> Allocation::make(std::uint64_t size, bool huge_pages
     }
     void* data = ::mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) throw NativeError("mmap", errno, detail);
-    mapping.data = data;
+    mapping.data = static_cast<std::byte*>(data);
     mapping.size = whole;
     std::shared_ptr<Allocation> made(new Allocation(size, std::move(mapping)));
     Directory::process().add(made);
@@ -206,6 +225,15 @@ void Allocation::populate(std::uint64_t offset, std::uint64_t length) {
         throw NativeError("fallocate", errno,
                           std::to_string(length) + " bytes at " + std::to_string(offset) + " of " +
                               std::to_string(mapped()));
+    }
+    const std::uint64_t step = std::max(kMapStep, page());
+    for (std::uint64_t done = 0; done < length; done += step) {
+        // Where Linux does not know this, pages are mapped as they are touched.
+        if (::madvise(mapping_.data + offset + done, std::min(step, length - done),
+                      MADV_POPULATE_WRITE) != 0) {
+            break;
+        }
+        std::this_thread::sleep_for(kMapPause);
     }
 }
 

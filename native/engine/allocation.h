@@ -32,13 +32,14 @@ class Allocation {
     Allocation& operator=(const Allocation&) = delete;
 
     // Gives the pages of [offset, offset + length) to the file, zero-filled, so that touching them
-    // cannot fail later. Throws NativeError (ENOSPC, ENOMEM) when there are none. Blocking: about
-    // 0.1 s a GiB.
+    // cannot fail later, and maps them, so that the first transfer has no page faults. Throws
+    // NativeError (ENOSPC, ENOMEM) when there are none. Blocking: about 0.2 s a GiB.
     void populate(std::uint64_t offset, std::uint64_t length);
 
     std::uint64_t addr() const noexcept { return reinterpret_cast<std::uint64_t>(mapping_.data); }
     std::uint64_t size() const noexcept { return size_; }            // bytes, as asked for
     std::uint64_t mapped() const noexcept { return mapping_.size; }  // bytes, whole pages
+    std::uint64_t page() const noexcept { return mapping_.page; }    // bytes
     int fd() const noexcept { return mapping_.fd.get(); }
 
     // What there is to be freed.
@@ -48,8 +49,9 @@ class Allocation {
         Mapping& operator=(Mapping&&) = delete;
         ~Mapping();
 
-        void* data = nullptr;
+        std::byte* data = nullptr;
         std::uint64_t size = 0;
+        std::uint64_t page = 0;  // a power of two
         UniqueFd fd;
     };
 

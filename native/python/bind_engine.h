@@ -5,6 +5,7 @@
 
 namespace aioflagcx::python {
 
+void bind_allocation(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_session(pybind11::module_& module);    // Request, Task, Session; after bind_engine
 void bind_responder(pybind11::module_& module);  // after bind_engine

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_native, module) {
     module.attr("STATUS_LOCAL") = static_cast<int>(engine::TaskStatus::Local);
     module.attr("STATUS_LOST") = static_cast<int>(engine::TaskStatus::Lost);
     python::bind_types(module);
+    python::bind_allocation(module);
     python::bind_engine(module);
     python::bind_session(module);
     python::bind_responder(module);

@@ -22,13 +22,19 @@ async def main():
         src, dst = np.arange(1 << 20, dtype=np.uint8), np.zeros(1 << 20, np.uint8)
         local = await ours.register(src)
         await theirs.register(dst, name="dst")
+        owned = await ours.alloc(1 << 20)
+        owned.numpy()[:] = src
         session = await ours.connect(theirs.session_id)
         await ours.write(session, local, session.regions["dst"], 1000)
         child = os.fork()
         if child == 0:
             await ours.close()
             await theirs.close()
-            del local, session
+            view = owned.numpy()
+            del local, session, owned
+            gc.collect()
+            view[2] = 77  # the parent's memory too
+            del view
             gc.collect()
             os._exit(7)
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
@@ -36,6 +42,12 @@ async def main():
         remote = session.regions["dst"]
         assert await ours.write(session, local, remote, local, timeout=20) == local.size
         assert (src == dst).all()
+        assert owned.view()[2] == 77
+        assert await ours.write(session, owned, remote, owned, timeout=20) == owned.size
+        assert (owned.numpy() == dst).all()
+        await ours.deregister(owned)
+        gc.collect()
+        await ours.alloc(1)  # the thread that frees has come and gone
 
 asyncio.run(main())
 """

@@ -164,6 +164,31 @@ async def test_a_ticker_keeps_time_beside_the_registration_of_100_gib(
     await check(report, register)
 
 
+@pytest.mark.arrangements("process")
+async def test_a_ticker_keeps_time_beside_memory_that_the_engine_owns(
+    lab: Lab, report: Report
+) -> None:
+    """While its pages come and go; the ticker maps memory too, as an allocator does."""
+    engine = await lab.engine()
+
+    async def allocate(_: int) -> None:
+        mapping = asyncio.create_task(map_now_and_then())
+        region = await engine.alloc(GiB)
+        view = region.numpy()
+        view[:: 4 * KiB] = 1
+        await engine.deregister(region)
+        del region, view
+        await engine.deregister(await engine.alloc(1))  # once the other has been freed
+        mapping.cancel()
+
+    async def map_now_and_then() -> None:
+        while True:
+            mmap.mmap(-1, MiB).close()
+            await asyncio.sleep(0.001)
+
+    await check(report, allocate)
+
+
 @pytest.mark.arrangements("tcp-processes")
 async def test_a_ticker_keeps_time_beside_a_peer_that_has_stopped_and_full_queues(
     lab: Lab, report: Report
