@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -134,9 +135,26 @@ class ProtectionDomain {
     virtual std::unique_ptr<QueuePair> create_qp(const QpInit& init) = 0;
 };
 
+// What a device reports by itself, at any time, on a thread of its own.
+struct DeviceEvent {
+    enum class Kind : std::uint8_t {
+        PortDown,       // nothing gets through until PortActive
+        PortActive,     // queue pairs can be connected
+        AddressChange,  // those connected may be cut off; new ones are reached anew
+        DeviceFatal,    // no call on it succeeds any more
+        QpFatal,        // of queue pair `qp_num`, which is in ERR
+        Other,
+    };
+    Kind kind = Kind::Other;
+    std::string text;
+    std::uint32_t qp_num = 0;
+};
+
 class Device {
   public:
     virtual ~Device() = default;
+    // No call of the handler before is under way when this returns.
+    virtual void on_event(std::function<void(const DeviceEvent&)>) {}
     virtual const std::string& name() const noexcept = 0;
     virtual const DeviceAttributes& attributes() const noexcept = 0;
     virtual std::unique_ptr<ProtectionDomain> alloc_pd() = 0;
