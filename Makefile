@@ -48,7 +48,7 @@ help:
 	@echo "make clean        remove everything that was set up or built"
 
 demo: $(DONE)/package
-	$(BIN)/python examples/kv_push.py
+	$(BIN)/python examples/kv_push.py --each
 
 test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
 	$(BIN)/python -m pytest

@@ -1,7 +1,9 @@
 """A prefill process pushes a request's KV cache into a decode process's memory.
 
     python examples/kv_push.py                       # both processes on this machine
+    python examples/kv_push.py --each                # by every way there is, one line each
     python examples/kv_push.py --path tcp --rounds 20
+    python examples/kv_push.py --alloc               # decode's memory is Engine.alloc's
     python examples/kv_push.py --host 10.0.0.1 --decode-host 10.0.0.2 --via "ssh 10.0.0.2"
 
 The decode process starts first. It allocates a paged KV cache, registers it, picks blocks for the
@@ -22,6 +24,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import shlex
 import sys
 import time
@@ -130,11 +133,16 @@ def differing_bytes(got: Cache, expected: Cache) -> int:
     return int(np.count_nonzero(got.view(np.uint8) != expected.view(np.uint8)))
 
 
-async def decode(shape: Shape, seed: int, host: str, config: Config) -> None:
+async def decode(shape: Shape, options: argparse.Namespace, config: Config) -> None:
     """The decode process: offers its memory, then checks it whenever a cache has landed."""
-    cache = np.zeros(shape.pool, np.uint16)
+    seed = options.seed
     table = shape.random_table(seed, "decode")
-    async with aioflagcx.Engine(host, config=config) as engine:
+    async with aioflagcx.Engine(options.decode_host, config=config) as engine:
+        if options.alloc:  # a prefill process of this machine maps it
+            pool = await engine.alloc(math.prod(shape.pool) * np.dtype(np.uint16).itemsize)
+            cache: Cache = pool.numpy(np.uint16, shape.pool)
+        else:
+            cache = np.zeros(shape.pool, np.uint16)
         names = [region_name(layer) for layer in range(shape.layers)]
         await engine.register_many(list(cache), names=names)
         other_process.tell({"session": engine.session_id, "table": table.tolist()})
@@ -152,6 +160,7 @@ class Result:
 
     session: str
     path: str
+    alloc: bool
     connect_seconds: float
     round_seconds: list[float]
     wrong_bytes: int
@@ -188,7 +197,9 @@ async def prefill(shape: Shape, seed: int, options: argparse.Namespace, config: 
                 round_seconds.append(time.perf_counter() - started)
                 verdict = await decoder.hear()
                 wrong += verdict["wrong_bytes"]
-        return Result(session.id, session.path, connect_seconds, round_seconds, wrong)
+        return Result(
+            session.id, session.path, options.alloc, connect_seconds, round_seconds, wrong
+        )
 
 
 def decode_command(options: argparse.Namespace) -> list[str]:
@@ -197,7 +208,7 @@ def decode_command(options: argparse.Namespace) -> list[str]:
     for name in ("layers", "tokens", "seed", "path", "decode_host"):
         if (value := getattr(options, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
-    return command
+    return command + ["--alloc"] * options.alloc
 
 
 def summary(shape: Shape, result: Result) -> dict[str, Any]:
@@ -215,6 +226,7 @@ def summary(shape: Shape, result: Result) -> dict[str, Any]:
         "piece_bytes": shape.block_bytes,
         "session": result.session,
         "path": result.path,
+        "alloc": result.alloc,
         "connect_seconds": result.connect_seconds,
         "rounds": len(result.round_seconds),
         "first": figures(first),
@@ -224,15 +236,33 @@ def summary(shape: Shape, result: Result) -> dict[str, Any]:
     }
 
 
-def print_summary(shape: Shape, figures: dict[str, Any]) -> None:
-    def rate(figure: dict[str, float]) -> str:
-        return f"{figure['seconds'] * 1e3:8.1f} ms  {figure['gib_per_second']:6.2f} GiB/s"
+def rate(figure: dict[str, float]) -> str:
+    return f"{figure['seconds'] * 1e3:8.1f} ms  {figure['gib_per_second']:6.2f} GiB/s"
 
+
+def print_shape(shape: Shape) -> None:
     print(
         f"KV cache  {shape.layers} layers, K and V, {HEADS} heads x {HEAD_DIM}, bfloat16, "
         f"{shape.tokens:,} tokens in {BLOCK_TOKENS}-token blocks\n"
         f"size      {shape.nbytes / (1 << 20):,.0f} MiB in {shape.pieces:,} pieces of "
-        f"{shape.block_bytes / 1024:g} KiB, scattered by a random block table\n"
+        f"{shape.block_bytes / 1024:g} KiB, scattered by a random block table"
+    )
+
+
+def print_line(name: str, figures: dict[str, Any]) -> None:
+    """One way among others."""
+    wrong = figures["wrong_bytes"]
+    best = figures["best"] or figures["first"]
+    verdict = "every byte verified" if figures["verified"] else f"{wrong:,} bytes are WRONG"
+    print(
+        f"{name:<8}{rate(best)}, first {figures['first']['seconds'] * 1e3:.1f} ms, "
+        f"connected in {figures['connect_seconds'] * 1e3:.1f} ms; {verdict}"
+    )
+
+
+def print_summary(shape: Shape, figures: dict[str, Any]) -> None:
+    print_shape(shape)
+    print(
         f"path      {figures['path']}, connected in {figures['connect_seconds'] * 1e3:.1f} ms\n"
         f"first   {rate(figures['first'])}, memory not touched before"
     )
@@ -257,6 +287,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=positive, default=6, help="pushes (%(default)s)")
     parser.add_argument("--path", choices=SOFT_PATHS, help="the only one the soft device may use")
+    parser.add_argument(
+        "--alloc", action="store_true", help="decode's cache lies in memory of Engine.alloc"
+    )
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="local, local with --alloc, and TCP one after the other; both on this machine",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of contents and block tables")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--host", default="127.0.0.1", help="address of prefill (%(default)s)")
@@ -273,7 +311,31 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.tokens % BLOCK_TOKENS:
         parser.error(f"--tokens must be a multiple of {BLOCK_TOKENS}")
+    if options.each and (options.path is not None or options.alloc):
+        parser.error("--each chooses --path and --alloc itself")
     return options
+
+
+ONE = "one"
+
+
+def ways(options: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """The runs that ``options`` ask for, by name."""
+    if not options.each:
+        return {ONE: options}
+    return {
+        name: argparse.Namespace(**{**vars(options), "path": path, "alloc": alloc})
+        for name, path, alloc in (
+            ("local", "local", False),
+            ("alloc", "local", True),
+            ("tcp", "tcp", False),
+        )
+    }
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    config = Config.from_env()
+    return config if options.path is None else config.replace(soft_paths=(options.path,))
 
 
 def positive(text: str) -> int:
@@ -286,26 +348,33 @@ def positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     shape = Shape(options.layers, options.tokens)
+    all_figures = {}
     try:
-        config = Config.from_env()
-        if options.path is not None:
-            config = config.replace(soft_paths=(options.path,))
         if options.role == "decode":
-            serving = decode(shape, options.seed, options.decode_host, config)
+            serving = decode(shape, options, config_of(options))
             aioflagcx.run(other_process.while_parent_lives(serving))
             return 0
-        result = aioflagcx.run(prefill(shape, options.seed, options, config))
+        for name, way in ways(options).items():
+            result = aioflagcx.run(prefill(shape, options.seed, way, config_of(way)))
+            all_figures[name] = summary(shape, result)
     except (AioFlagcxError, other_process.ChildFailed, OSError) as error:
         print(f"kv_push: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    figures = summary(shape, result)
-    if options.json:
-        print(json.dumps(figures))
+    if not options.each:
+        figures = all_figures[ONE]
+        if options.json:
+            print(json.dumps(figures))
+        else:
+            print_summary(shape, figures)
+    elif options.json:
+        print(json.dumps(all_figures))
     else:
-        print_summary(shape, figures)
-    return 0 if figures["verified"] else 1
+        print_shape(shape)
+        for name, figures in all_figures.items():
+            print_line(name, figures)
+    return 0 if all(figures["verified"] for figures in all_figures.values()) else 1
 
 
 if __name__ == "__main__":

@@ -191,6 +191,26 @@ class TestKvPush:
     def test_the_path_can_be_chosen(self) -> None:
         assert figures("kv_push.py", *SMALL_PUSH, "--path=tcp")["path"] == "tcp"
 
+    def test_each_way_has_its_line(self) -> None:
+        ended = run("kv_push.py", *SMALL_PUSH, "--each")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        lines = [line.split()[0] for line in ended.stdout.splitlines()]
+        assert lines == ["KV", "size", "local", "alloc", "tcp"]
+        assert ended.stdout.count("every byte verified") == 3
+
+    def test_each_way_is_what_it_says(self) -> None:
+        ended = run("kv_push.py", *SMALL_PUSH, "--each", "--json")
+        ways = json.loads(ended.stdout)
+        assert [(way["path"], way["alloc"]) for way in ways.values()] == [
+            ("local", False),
+            ("local", True),
+            ("tcp", False),
+        ]
+        assert all(way["verified"] for way in ways.values())
+
+    def test_each_way_leaves_no_choice(self) -> None:
+        assert run("kv_push.py", "--each", "--path=tcp").returncode == 2
+
     def test_decode_can_be_started_through_another_command(self, tmp_path: Path) -> None:
         trace = tmp_path / "started"
         via = f"sh -c 'touch {trace}; exec \"$@\"' sh"
