@@ -179,14 +179,17 @@ class TransferEngine:
 
     # Peers ----------------------------------------------------------------------------------
     def create_session(self, peer: str) -> Session: ...
-    def create_responder(self, peer: str, keepalive_timeout: float) -> Responder:
-        """`keepalive_timeout`: seconds without a keepalive after which the initiator is lost."""
+    def create_responder(
+        self, peer: str, keepalive_interval: float, keepalive_timeout: float
+    ) -> Responder:
+        """Both of the initiator, in seconds: how often it wants to hear from us, and how long it
+        may be silent before it is lost."""
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges: bytes_written, bytes_read, slices_posted, slices_reposted,
         transfers_submitted, transfers_done, transfers_failed, transfers_inflight,
         bytes_inflight, regions, sessions, responders, wakeups, worker_sleeps,
-        endpoints_failed."""
+        keepalive_wakeups, endpoints_failed."""
 
 class Request:
     """One transfer's pieces: checked, copied, resolved locally; holds its local regions."""

@@ -168,7 +168,8 @@ class Config:
         1.0,
         "seconds",
         "seconds",
-        "Pause between two liveness probes of a session.",
+        "Longest pause between two signs of life to a peer, in both directions; those to all peers "
+        "go out together.",
         minimum=0.01,
         maximum=3_600.0,
     )

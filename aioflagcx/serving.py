@@ -88,7 +88,7 @@ class Guest:
             responder = self._responder
             if responder is None:
                 responder = self._responder = runtime.native.create_responder(
-                    self.session_id, message.keepalive_timeout
+                    self.session_id, message.keepalive_interval, message.keepalive_timeout
                 )
                 runtime.events.guests[responder.id] = self
             rails = [dict(rail) for rail in message.rails]

@@ -47,6 +47,10 @@ class Stats:
     worker_sleeps: int
     """Counter: times a native worker went to sleep for want of work."""
 
+    keepalive_wakeups: int
+    """Counter: times the native keepalive thread woke up: once a ``keepalive_interval``, however
+    many sessions there are, and when a session begins or ends."""
+
     transfers_inflight: int
     """Gauge: transfers in the native core."""
 

@@ -27,6 +27,7 @@ BLOCK = 32 * KiB
 LARGEST = PIECES * BLOCK  # 256 MiB
 REGIONS = 30_000
 SESSIONS = 100
+IDLE_SECONDS = 20.0
 PERCENTILES = (50.0, 99.0, 99.9)
 
 
@@ -267,36 +268,39 @@ async def _delays(work: Callable[[], Awaitable[None]]) -> list[float]:
 
 
 async def idle_cpu(path: str, setting: Setting) -> AsyncIterator[Figure]:
-    """Of an engine with many open sessions and of the engines that opened them."""
-    seconds = max(2.0, setting.seconds)
-    ours, theirs = [], []
-    async with open_target(path, MiB) as target, contextlib.AsyncExitStack() as stack:
+    """Of an engine with many sessions, and of the engines at their other ends."""
+    seconds = max(IDLE_SECONDS, setting.seconds)
+    async with open_target(path, SMALL) as target, contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(Engine(config=config(path))) for _ in range(SESSIONS)
+        ]
 
-        async def share() -> float:
-            started = time.process_time() + await target.cpu_seconds()
+        async def shares() -> tuple[float, float]:
+            """Of the target's process and of ours, in percent of a core."""
+            theirs, ours = await target.cpu_seconds(), time.process_time()
             await asyncio.sleep(seconds)
-            used = time.process_time() + await target.cpu_seconds() - started
-            return float(used / seconds * 100)
+            used = await target.cpu_seconds() - theirs, time.process_time() - ours
+            return used[0] / seconds * 100, used[1] / seconds * 100
 
-        rounds = max(1, setting.rounds // 2)
-        for _ in range(rounds):
-            theirs.append(await share())
-        for _ in range(SESSIONS):
-            engine = await stack.enter_async_context(Engine(config=config(path)))
-            region = await engine.register(np.ones(SMALL, np.uint8))
-            session = await engine.connect(target.session_id)
-            await engine.write(session, region.addr, target.address, SMALL)
-        for _ in range(rounds):
-            ours.append(await share())
-    yield Figure.of(
-        "CPU of idle engines",
-        path,
-        f"{SESSIONS} sessions",
-        "% of a core",
-        ours,
-        theirs,
-        "one engine without sessions",
-    )
+        alone = await shares()
+        sessions = [await engine.connect(target.session_id) for engine in engines]
+        figures = [("opened to it", await shares())]
+        for session in sessions:
+            await session.close()
+        await target.connect([engine.session_id for engine in engines])
+        figures.append(("that it opened", await shares()))
+    for opened, used in figures:
+        case = f"{SESSIONS} sessions {opened}"
+        if path == "process":  # and in one process, so that they cannot be told apart
+            yield _idle("CPU of both ends", path, case, sum(used), sum(alone))
+        else:
+            yield _idle("CPU of an idle engine", path, case, used[0], alone[0])
+            name = f"CPU of the {SESSIONS} at the other ends"
+            yield _idle(name, path, case, used[1], alone[1])
+
+
+def _idle(name: str, path: str, case: str, value: float, reference: float) -> Figure:
+    return Figure.of(name, path, case, "% of a core", [value], [reference], "without sessions")
 
 
 MEASUREMENTS: dict[str, Callable[[str, Setting], AsyncIterator[Figure]]] = {

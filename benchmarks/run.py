@@ -1,6 +1,6 @@
 """Measures the soft device's paths, each figure beside a reference in the same run.
 
-    python benchmarks/run.py                                 # a table, in about two minutes
+    python benchmarks/run.py                                 # a table, in about four minutes
     python benchmarks/run.py --only latency,ticker --paths tcp
     python benchmarks/run.py --json figures.json --plot throughput.png
 

@@ -8,7 +8,8 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,15 +30,25 @@ class Target:
     address: int
     """Of its memory's first byte."""
 
-    _pipe: multiprocessing.connection.Connection | None
+    _where: Engine | multiprocessing.connection.Connection
 
     async def cpu_seconds(self) -> float:
         """CPU time of its process so far, or 0 when that is ours."""
-        if self._pipe is None:
+        if isinstance(self._where, Engine):
             return 0.0
-        self._pipe.send("cpu")
-        seconds: float = await asyncio.to_thread(self._pipe.recv)
-        return seconds
+        return float(await self._ask(None))
+
+    async def connect(self, session_ids: Sequence[str]) -> None:
+        """Open a session with each of these engines."""
+        if isinstance(self._where, Engine):
+            await _connect(self._where, session_ids)
+        else:
+            await self._ask(session_ids)
+
+    async def _ask(self, question: Sequence[str] | None) -> Any:
+        assert not isinstance(self._where, Engine)
+        self._where.send(question)
+        return await asyncio.to_thread(self._where.recv)
 
 
 @contextlib.asynccontextmanager
@@ -45,7 +56,7 @@ async def open_target(path: str, size: int, regions: int = 1) -> AsyncIterator[T
     """A target with `size` bytes in `regions` equal regions, reached by `path`."""
     if path == "process":
         async with Engine(config=config(path)) as engine:
-            yield Target(engine.session_id, await _register(engine, size, regions), None)
+            yield Target(engine.session_id, await _register(engine, size, regions), engine)
         return
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -65,6 +76,11 @@ def config(path: str) -> Config:
     return Config(soft_paths=(path,))
 
 
+async def _connect(engine: Engine, session_ids: Sequence[str]) -> None:
+    for session_id in session_ids:
+        await engine.connect(session_id)
+
+
 async def _register(engine: Engine, size: int, regions: int) -> int:
     memory: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
     memory[::4096] = 1  # no page is touched for the first time while something is measured
@@ -78,7 +94,8 @@ def _main(pipe: multiprocessing.connection.Connection, path: str, size: int, reg
         async with Engine(config=config(path)) as engine:
             pipe.send((engine.session_id, await _register(engine, size, regions)))
             with contextlib.suppress(EOFError):
-                while await asyncio.to_thread(pipe.recv) == "cpu":
+                while True:
+                    await _connect(engine, await asyncio.to_thread(pipe.recv) or ())
                     pipe.send(time.process_time())
 
     aioflagcx.run(serve())

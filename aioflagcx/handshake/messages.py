@@ -188,10 +188,10 @@ class Connect(Request[ConnectReply]):
     """The initiator's attributes of each rail it proposes."""
 
     keepalive_interval: float = fields.seconds()
-    """Seconds between the initiator's probes."""
+    """Seconds that may pass between two keepalive beats, of either side."""
 
     keepalive_timeout: float = fields.seconds()
-    """Seconds of silence after which the initiator gives the responder up."""
+    """Seconds of silence after which either side gives the other up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,15 @@ inline constexpr std::uint64_t kMaxTableNames = 1u << 30;
 // Keepalive connections accepted before established ones get their turn.
 inline constexpr int kKeepaliveAcceptsPerTurn = 64;
 
-// Keepalive messages taken from one connection before others get their turn.
-inline constexpr int kKeepaliveMessagesPerTurn = 16;
+// Beats a peer can make us send: Config allows no shorter interval.
+inline constexpr std::chrono::milliseconds kMinKeepaliveInterval{10};
+
+// Kernel buffers of a keepalive connection, in each direction: thousands of beats, so that ticks we
+// miss hold nobody up, and next to nothing when a peer sends or leaves unread what it can.
+inline constexpr int kKeepaliveBuffer = 16'384;
+
+// Bytes read from a keepalive connection in one tick; any of them is a sign of life.
+inline constexpr std::size_t kKeepaliveReadAtOnce = 4'096;
 
 // Out of descriptors: how long the keepalive listener rests, so that it does not spin.
 inline constexpr std::chrono::milliseconds kKeepaliveAcceptPause{100};

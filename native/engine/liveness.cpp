@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
+#include <optional>
 #include <utility>
 
 #include "common/error.h"
@@ -28,12 +30,20 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 24);
 
-constexpr std::size_t kPing = 8;  // bytes; their content is the initiator's business
+constexpr std::array<std::uint8_t, 8> kBeat{};  // whatever it holds; any byte is a sign of life
+
+constexpr std::uint64_t kWakeId = 0;
+constexpr std::uint64_t kListenerId = 1;
+constexpr std::uint64_t kFirstId = 2;
 
 std::chrono::steady_clock::duration ticks(Liveness::Seconds seconds) {
     constexpr Liveness::Seconds kLong{1e9};  // far inside the clock's range
     if (!(seconds < kLong)) seconds = kLong;
     return std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
+}
+
+std::chrono::steady_clock::duration beat_interval(Liveness::Seconds seconds) {
+    return std::max<std::chrono::steady_clock::duration>(ticks(seconds), kMinKeepaliveInterval);
 }
 
 std::string silent_for(Liveness::Seconds timeout) {
@@ -42,44 +52,81 @@ std::string silent_for(Liveness::Seconds timeout) {
     return "no keepalive for " + text + " s (stopped, or cut off)";
 }
 
+// A process that exits with something unread resets the connection instead of closing it.
+std::string end_of_connection(int error) {
+    if (error == 0 || error == ECONNRESET || error == EPIPE) {
+        return "the peer closed its connections (exited, or gave us up)";
+    }
+    return std::string("keepalive connection: ") + std::strerror(error);
+}
+
+int take_error(int fd) noexcept {
+    int error = 0;
+    socklen_t size = sizeof error;
+    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    return error;
+}
+
+// Of a listener: what it accepts inherits them.
+void set_options(int fd) noexcept {
+    const int one = 1;
+    ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    // A peer that floods us, or reads nothing, costs this much; then it waits for our next tick.
+    const int size = kKeepaliveBuffer;
+    ::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &size, sizeof size);
+    ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+}
+
+// Takes what has come. Whether that was anything.
+bool heard(int fd) noexcept {
+    std::array<std::uint8_t, kKeepaliveReadAtOnce> bytes;
+    return ::recv(fd, bytes.data(), bytes.size(), 0) > 0;
+}
+
+// Never waits. A beat for which there is no room is left out: the peer has not read those before.
+void send_beat(int fd) noexcept {
+    [[maybe_unused]] ssize_t ignored = ::send(fd, kBeat.data(), kBeat.size(), MSG_NOSIGNAL);
+}
+
 }  // namespace
 
 struct Liveness::Expected {
     std::uint64_t owner = 0;
+    Seconds interval{};
     Seconds timeout{};
     Clock::time_point deadline;
+    bool late = false;  // its time is over, but it may just have come
     Lost lost;
 };
 
 struct Liveness::Link {
+    enum class State {
+        Connecting,   // an initiator's, until TCP is connected
+        Stranger,     // accepted, has not presented a token
+        Established,  // both sides send beats
+    };
+
     UniqueFd fd;
-    bool initiator = false;
-    bool connected = true;
-    bool known = false;  // token presented (always for an initiator)
-    bool want_write = false;
+    State state = State::Stranger;
     std::uint64_t owner = 0;
     KeepaliveToken token{};
-    Seconds interval{};
+    Clock::duration interval{};
     Seconds timeout{};
-    Clock::time_point deadline;
-    Clock::time_point next_ping = Clock::time_point::max();
-    std::uint64_t pings = 0;
+    Clock::time_point deadline;  // by which something must have come
+    Clock::time_point beat_by;   // when the next beat must have gone out
     Lost lost;
-    std::array<std::uint8_t, sizeof(Hello)> in{};
-    std::size_t in_size = 0;
-    std::string out;  // at most one hello and the pongs of one read
+    std::array<std::uint8_t, sizeof(Hello)> hello{};
+    std::size_t hello_size = 0;
 };
 
-Liveness::Liveness(const std::string& bind_address) : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+Liveness::Liveness(const std::string& bind_address, Stats& stats)
+    : stats_(stats), epoll_(::epoll_create1(EPOLL_CLOEXEC)), next_id_(kFirstId) {
     if (!epoll_) throw NativeError("epoll_create1", errno, "keepalive");
     listener_ = listen_on(bind_address, &port_);
-    for (const int fd : {listener_.get(), wake_.fd()}) {
-        epoll_event event{};
-        event.events = EPOLLIN;
-        event.data.fd = fd;
-        if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-            throw NativeError("epoll_ctl", errno, "keepalive");
-        }
+    set_options(listener_.get());
+    if (!set_events(EPOLL_CTL_ADD, wake_.fd(), kWakeId, EPOLLIN) ||
+        !set_events(EPOLL_CTL_ADD, listener_.get(), kListenerId, EPOLLIN)) {
+        throw NativeError("epoll_ctl", errno, "keepalive");
     }
     thread_ = start_thread("afx-liveness", [this] { loop(); });
 }
@@ -90,7 +137,11 @@ void Liveness::stop() {
     if (!thread_.joinable()) return;
     command([this] { stopping_ = true; });
     thread_.join();
-    listener_.reset();  // resets what nobody accepted: those peers must not wait for their timeout
+    // Not left to close(), here and below: a fork()ed child may hold a copy of the descriptor.
+    // What nobody has accepted is reset: those peers must not wait for their timeout.
+    ::shutdown(listener_.get(), SHUT_RDWR);
+    listener_.reset();
+    for (auto& [id, link] : links_) disconnect(link);
     links_.clear();
     expected_.clear();
 }
@@ -101,84 +152,78 @@ void Liveness::command(std::function<void()> command) {
     wake_.signal();
 }
 
-void Liveness::expect(std::uint64_t owner, const KeepaliveToken& token, Seconds timeout,
-                      Lost lost) {
-    command([this, owner, token, timeout, lost = std::move(lost)] {
-        expected_[token] = Expected{owner, timeout, Clock::now() + ticks(timeout), lost};
+void Liveness::expect(std::uint64_t owner, const KeepaliveToken& token, Seconds interval,
+                      Seconds timeout, Lost lost) {
+    command([this, owner, token, interval, timeout, lost = std::move(lost)] {
+        expected_[token] =
+            Expected{owner, interval, timeout, Clock::now() + ticks(timeout), false, lost};
     });
 }
 
 void Liveness::watch(std::uint64_t owner, const std::string& host, std::uint16_t port,
                      const KeepaliveToken& token, Seconds interval, Seconds timeout, Lost lost) {
-    auto link = std::make_shared<Link>();
-    link->initiator = true;
-    link->known = true;
-    link->owner = owner;
-    link->token = token;
-    link->interval = interval;
-    link->timeout = timeout;
-    link->lost = std::move(lost);
-    command([this, link, host, port] { start_watch(link, host, port); });
+    command([=, this, lost = std::move(lost)] {
+        Link link;
+        link.state = Link::State::Connecting;
+        link.owner = owner;
+        link.token = token;
+        link.interval = beat_interval(interval);
+        link.timeout = timeout;
+        link.deadline = Clock::now() + ticks(timeout);
+        link.lost = lost;
+        start_watch(std::move(link), host, port);
+    });
 }
 
 void Liveness::forget(std::uint64_t owner) {
     command([this, owner] {
         std::erase_if(expected_, [&](const auto& item) { return item.second.owner == owner; });
-        std::erase_if(links_, [&](const auto& item) {
-            return item.second->known && item.second->owner == owner;
-        });
+        for (auto item = links_.begin(); item != links_.end();) {
+            Link& link = item->second;
+            if (link.state == Link::State::Stranger || link.owner != owner) {
+                ++item;
+                continue;
+            }
+            disconnect(link);
+            item = links_.erase(item);
+        }
     });
-}
-
-void Liveness::start_watch(const std::shared_ptr<Link>& link, const std::string& host,
-                           std::uint16_t port) {
-    link->deadline = Clock::now() + ticks(link->timeout);
-    int error = 0;
-    try {
-        const SocketAddress address = SocketAddress::numeric(host, port);
-        link->fd =
-            UniqueFd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-        if (!link->fd) throw NativeError("socket", errno, "keepalive");
-        if (::connect(link->fd.get(), address.get(), address.length) != 0) error = errno;
-    } catch (const NativeError& failure) {
-        link->lost(failure.what());
-        return;
-    }
-    if (error != 0 && error != EINPROGRESS) {
-        link->lost(std::string("keepalive connection: ") + std::strerror(error));
-        return;
-    }
-    link->connected = false;
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLOUT;
-    event.data.fd = link->fd.get();
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link->fd.get(), &event);
-    link->want_write = true;
-    links_[link->fd.get()] = link;
 }
 
 void Liveness::loop() {
     std::array<epoll_event, 64> events;
     while (!stopping_) {
-        const auto now = Clock::now();
-        const auto next = run_timers(now);
+        const auto next = run_timers();
         int timeout_ms = -1;
         if (next != Clock::time_point::max()) {
-            const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
-            timeout_ms = static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
+            const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now());
+            timeout_ms = static_cast<int>(
+                std::clamp<std::int64_t>(left.count(), 0, std::numeric_limits<int>::max()));
         }
         const int count = ::epoll_wait(epoll_.get(), events.data(), events.size(), timeout_ms);
-        run_commands();
+        add(stats_.keepalive_wakeups);
         for (int i = 0; i < count && !stopping_; ++i) {
-            const int fd = events[static_cast<std::size_t>(i)].data.fd;
-            if (fd == listener_.get()) accept_all();
-            const auto found = links_.find(fd);
-            if (found == links_.end()) continue;
-            const std::shared_ptr<Link> link = found->second;
-            const std::uint32_t what = events[static_cast<std::size_t>(i)].events;
-            if (what & (EPOLLOUT | EPOLLERR)) on_writable(link);
-            if (link->fd && (what & (EPOLLIN | EPOLLHUP | EPOLLERR))) on_readable(link);
+            const epoll_event& event = events[static_cast<std::size_t>(i)];
+            dispatch(event.data.u64, event.events);
         }
+    }
+}
+
+void Liveness::dispatch(Id id, std::uint32_t events) {
+    if (id == kWakeId) return run_commands();
+    if (id == kListenerId) return accept_all();
+    const auto found = links_.find(id);
+    if (found == links_.end()) return;
+    Link& link = found->second;
+    switch (link.state) {
+        case Link::State::Connecting:
+            return finish_connect(id, link);
+        case Link::State::Stranger:
+            return read_hello(id, link);
+        case Link::State::Established:
+            if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) {
+                end(id, end_of_connection(take_error(link.fd.get())));
+            }
     }
 }
 
@@ -192,177 +237,201 @@ void Liveness::run_commands() {
     for (const auto& command : commands) command();
 }
 
+// ---- New connections ----------------------------------------------------------------------------
+
 void Liveness::accept_all() {
     for (int i = 0; i < kKeepaliveAcceptsPerTurn; ++i) {
         UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd) {
             if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-                listen_again_ = Clock::now() + kKeepaliveAcceptPause;
-                watch_listener(0);
+                rest_listener();
             }
             return;  // level-triggered: whatever else it was, epoll says when to try again
         }
         if (strangers_ >= kMaxKeepaliveStrangers) drop_oldest_stranger();
-        auto link = std::make_shared<Link>();
-        link->fd = std::move(fd);
-        link->deadline = Clock::now() + kKeepaliveHelloTimeout;
-        epoll_event event{};
-        event.events = EPOLLIN;
-        event.data.fd = link->fd.get();
-        if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, link->fd.get(), &event) != 0) continue;
+        const Id id = next_id_++;
+        if (!set_events(EPOLL_CTL_ADD, fd.get(), id, EPOLLIN)) continue;
+        Link& link = links_[id];
+        link.fd = std::move(fd);
+        link.deadline = Clock::now() + kKeepaliveHelloTimeout;
         ++strangers_;
-        const int one = 1;
-        ::setsockopt(link->fd.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-        links_[link->fd.get()] = std::move(link);
+        read_hello(id, link);  // which often is here already
     }
 }
 
-void Liveness::watch_listener(std::uint32_t events) {
-    epoll_event event{};
-    event.events = events;
-    event.data.fd = listener_.get();
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listener_.get(), &event);
+void Liveness::rest_listener() {
+    set_events(EPOLL_CTL_MOD, listener_.get(), kListenerId, 0);
+    listen_again_ = Clock::now() + kKeepaliveAcceptPause;
 }
 
 void Liveness::drop_oldest_stranger() {
-    std::shared_ptr<Link> oldest;
-    for (const auto& [fd, link] : links_) {
-        if (!link->known && (!oldest || link->deadline < oldest->deadline)) oldest = link;
-    }
-    close_link(oldest, "");
+    const auto oldest = std::find_if(links_.begin(), links_.end(), [](const auto& item) {
+        return item.second.state == Link::State::Stranger;
+    });
+    end(oldest->first, "");
 }
 
-// Reads a bounded number of messages, so that a peer that never stops costs only its own.
-void Liveness::on_readable(const std::shared_ptr<Link>& link) {
-    for (int i = 0; i < kKeepaliveMessagesPerTurn; ++i) {
-        const std::size_t want = (link->known ? kPing : sizeof(Hello)) - link->in_size;
-        const ssize_t got = ::recv(link->fd.get(), link->in.data() + link->in_size, want, 0);
-        if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-        if (got <= 0) {
-            close_link(link, got == 0
-                                 ? "the peer closed its connections (exited, or gave us up)"
-                                 : std::string("keepalive connection: ") + std::strerror(errno));
-            return;
-        }
-        link->in_size += static_cast<std::size_t>(got);
-        if (static_cast<std::size_t>(got) < want) continue;
-        link->in_size = 0;
-        if (!link->known) {
-            on_hello(link);
-            if (!link->fd) return;
-        } else {
-            link->deadline = Clock::now() + ticks(link->timeout);
-            if (!link->initiator) send(link, link->in.data(), kPing);
-        }
-    }
-}
-
-void Liveness::on_hello(const std::shared_ptr<Link>& link) {
+void Liveness::read_hello(Id id, Link& link) {
+    const ssize_t got = ::recv(link.fd.get(), link.hello.data() + link.hello_size,
+                               link.hello.size() - link.hello_size, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got <= 0) return end(id, "");
+    link.hello_size += static_cast<std::size_t>(got);
+    if (link.hello_size < link.hello.size()) return;
     Hello hello{};
-    std::memcpy(&hello, link->in.data(), sizeof hello);
+    std::memcpy(&hello, link.hello.data(), sizeof hello);
+    run_commands();  // one may say whom we expect
     const auto found = expected_.find(hello.token);
     if (hello.magic != kMagic || hello.version != kVersion || found == expected_.end()) {
-        close_link(link, "");
-        return;
+        return end(id, "");
     }
-    --strangers_;
-    link->known = true;
-    link->owner = found->second.owner;
-    link->timeout = found->second.timeout;
-    link->lost = std::move(found->second.lost);
-    link->deadline = Clock::now() + ticks(link->timeout);
+    Expected& expected = found->second;
+    link.owner = expected.owner;
+    link.interval = beat_interval(expected.interval);
+    link.timeout = expected.timeout;
+    link.lost = std::move(expected.lost);
     expected_.erase(found);
+    --strangers_;
+    establish(id, link);
 }
 
-void Liveness::on_writable(const std::shared_ptr<Link>& link) {
-    if (!link->connected) {
-        int error = 0;
-        socklen_t size = sizeof error;
-        ::getsockopt(link->fd.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-        if (error != 0) {
-            close_link(link, std::string("keepalive connection: ") + std::strerror(error));
-            return;
+void Liveness::start_watch(Link link, const std::string& host, std::uint16_t port) {
+    try {
+        const SocketAddress address = SocketAddress::numeric(host, port);
+        link.fd =
+            UniqueFd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+        if (!link.fd) throw NativeError("socket", errno, "keepalive");
+        set_options(link.fd.get());
+        if (::connect(link.fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+            throw NativeError("connect", errno, "keepalive");
         }
-        link->connected = true;
-        const int one = 1;
-        ::setsockopt(link->fd.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-        const Hello hello{kMagic, kVersion, 0, link->token};
-        link->next_ping = Clock::now();
-        send(link, &hello, sizeof hello);
+        const Id id = next_id_++;
+        if (!set_events(EPOLL_CTL_ADD, link.fd.get(), id, EPOLLOUT)) {
+            throw NativeError("epoll_ctl", errno, "keepalive");
+        }
+        links_.emplace(id, std::move(link));
+    } catch (const NativeError& failure) {
+        link.lost(failure.what());
+    }
+}
+
+void Liveness::finish_connect(Id id, Link& link) {
+    if (const int error = take_error(link.fd.get()); error != 0) {
+        return end(id, std::string("keepalive connection: ") + std::strerror(error));
+    }
+    const Hello hello{kMagic, kVersion, 0, link.token};
+    // Always fits, as the first there is. A broken connection is told by epoll.
+    [[maybe_unused]] ssize_t ignored = ::send(link.fd.get(), &hello, sizeof hello, MSG_NOSIGNAL);
+    establish(id, link);
+}
+
+// The first beat goes out at once, the next with all others' on the common tick.
+void Liveness::establish(Id id, Link& link) {
+    const auto now = Clock::now();
+    link.state = Link::State::Established;
+    link.deadline = now + ticks(link.timeout);
+    link.beat_by = now + link.interval;
+    tick_ = std::min(tick_, link.beat_by);
+    send_beat(link.fd.get());
+    if (!set_events(EPOLL_CTL_MOD, link.fd.get(), id, EPOLLRDHUP)) {
+        end(id, std::string("keepalive connection: ") + std::strerror(errno));
+    }
+}
+
+// ---- Timers -------------------------------------------------------------------------------------
+
+// The pause between two ticks is the shortest interval of all links. A link whose beat could not
+// wait for the next tick gets its turn on this one, so there never is a wake-up between two ticks.
+void Liveness::beat_all(Clock::time_point now) {
+    Clock::duration pause = Clock::duration::max();
+    for (const auto& [id, link] : links_) {
+        if (link.state == Link::State::Established) pause = std::min(pause, link.interval);
+    }
+    if (pause == Clock::duration::max()) {
+        tick_ = Clock::time_point::max();
         return;
     }
-    flush(link);
-}
-
-void Liveness::send(const std::shared_ptr<Link>& link, const void* data, std::size_t size) {
-    // A peer that does not read costs one message, not an ever-growing queue.
-    if (link->out.size() <= sizeof(Hello)) link->out.append(static_cast<const char*>(data), size);
-    flush(link);
-}
-
-void Liveness::flush(const std::shared_ptr<Link>& link) {
-    while (!link->out.empty()) {
-        const ssize_t sent =
-            ::send(link->fd.get(), link->out.data(), link->out.size(), MSG_NOSIGNAL);
-        if (sent < 0) break;  // a broken connection shows when reading
-        link->out.erase(0, static_cast<std::size_t>(sent));
+    const auto tick = now - tick_ < pause ? tick_ : now;  // ticks that were missed are left out
+    tick_ = tick + pause;
+    for (auto& [id, link] : links_) {
+        if (link.state != Link::State::Established || link.beat_by >= tick_) continue;
+        link.beat_by = tick + link.interval;
+        send_beat(link.fd.get());
+        if (heard(link.fd.get())) link.deadline = now + ticks(link.timeout);
     }
-    const bool want_write = !link->out.empty();
-    if (want_write == link->want_write) return;
-    link->want_write = want_write;
-    epoll_event event{};
-    event.events = want_write ? EPOLLIN | EPOLLOUT : EPOLLIN;
-    event.data.fd = link->fd.get();
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, link->fd.get(), &event);
 }
 
-void Liveness::close_link(const std::shared_ptr<Link>& link, const std::string& reason) {
-    links_.erase(link->fd.get());
-    link->fd.reset();
-    if (!link->known) --strangers_;
-    if (link->lost) link->lost(reason);
+void Liveness::end_silent(Clock::time_point now) {
+    std::vector<Id> late;
+    for (auto& [id, link] : links_) {
+        if (link.deadline <= now) late.push_back(id);
+    }
+    for (const Id id : late) {
+        const auto found = links_.find(id);
+        if (found == links_.end()) continue;
+        Link& link = found->second;
+        // This thread may be what is late: what has come counts.
+        if (link.state == Link::State::Stranger) {
+            read_hello(id, link);
+            if (!links_.contains(id)) continue;
+        }
+        if (link.state == Link::State::Established && heard(link.fd.get())) {
+            link.deadline = now + ticks(link.timeout);
+        }
+        if (link.deadline <= now) end(id, silent_for(link.timeout));
+    }
+    std::vector<Expected> missing;
+    for (auto item = expected_.begin(); item != expected_.end();) {
+        Expected& expected = item->second;
+        // Likewise: it is lost if the listener has nothing from it either.
+        if (expected.deadline > now || !std::exchange(expected.late, true)) {
+            ++item;
+            continue;
+        }
+        missing.push_back(std::move(expected));
+        item = expected_.erase(item);
+    }
+    for (const Expected& expected : missing) expected.lost(silent_for(expected.timeout));
 }
 
 // Handles what is due and says when to come back.
-Liveness::Clock::time_point Liveness::run_timers(Clock::time_point now) {
+Liveness::Clock::time_point Liveness::run_timers() {
+    const auto now = Clock::now();
     if (listen_again_ <= now) {
         listen_again_ = Clock::time_point::max();
-        watch_listener(EPOLLIN);
+        set_events(EPOLL_CTL_MOD, listener_.get(), kListenerId, EPOLLIN);
     }
-    auto next = listen_again_;
-    std::vector<std::shared_ptr<Link>> late;
-    for (const auto& [fd, link] : links_) {
-        if (link->deadline <= now) {
-            late.push_back(link);
-            continue;
-        }
-        if (link->next_ping <= now) {
-            const std::uint64_t ping = ++link->pings;
-            send(link, &ping, sizeof ping);
-            link->next_ping = now + ticks(link->interval);
-        }
-        next = std::min({next, link->deadline, link->next_ping});
-    }
-    for (const auto& link : late) {
-        on_readable(link);  // this thread may be what is late: what has come counts
-        if (!link->fd) continue;
-        if (link->deadline <= now) {
-            close_link(link, silent_for(link->timeout));
-        } else {
-            next = std::min(next, link->deadline);
-        }
-    }
-    std::vector<Expected> missing;
-    std::erase_if(expected_, [&](auto& item) {
-        if (item.second.deadline > now) {
-            next = std::min(next, item.second.deadline);
-            return false;
-        }
-        missing.push_back(std::move(item.second));
-        return true;
-    });
-    for (const Expected& expected : missing) expected.lost(silent_for(expected.timeout));
+    if (tick_ <= now) beat_all(now);
+    end_silent(now);
+    auto next = std::min(listen_again_, tick_);
+    for (const auto& [id, link] : links_) next = std::min(next, link.deadline);
+    for (const auto& [token, expected] : expected_) next = std::min(next, expected.deadline);
     return next;
+}
+
+// ---- Descriptors --------------------------------------------------------------------------------
+
+bool Liveness::set_events(int operation, int fd, Id id, std::uint32_t events) noexcept {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = id;
+    return ::epoll_ctl(epoll_.get(), operation, fd, &event) == 0;
+}
+
+// Both not left to close(): a fork()ed child's copy of the descriptor would keep the connection
+// open and epoll talking.
+void Liveness::disconnect(Link& link) noexcept {
+    set_events(EPOLL_CTL_DEL, link.fd.get(), 0, 0);
+    ::shutdown(link.fd.get(), SHUT_RDWR);
+    link.fd.reset();
+}
+
+void Liveness::end(Id id, const std::string& reason) {
+    auto node = links_.extract(id);
+    Link& link = node.mapped();
+    if (link.state == Link::State::Stranger) --strangers_;
+    disconnect(link);
+    if (link.lost) link.lost(reason);
 }
 
 }  // namespace aioflagcx::engine

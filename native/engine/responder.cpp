@@ -61,8 +61,8 @@ std::string Responder::path() {
     return path_;
 }
 
-void Responder::expect_keepalive(Liveness::Seconds timeout) {
-    engine_->liveness().expect(id_, token_, timeout,
+void Responder::expect_keepalive(Liveness::Seconds interval, Liveness::Seconds timeout) {
+    engine_->liveness().expect(id_, token_, interval, timeout,
                                [weak = weak_from_this()](const std::string& reason) {
                                    if (const auto self = weak.lock()) self->lost(reason);
                                });

@@ -51,7 +51,7 @@ class Responder : public std::enable_shared_from_this<Responder> {
     std::string path();
 
     // Starts to expect the initiator's keepalive; once, right after construction.
-    void expect_keepalive(Liveness::Seconds timeout);
+    void expect_keepalive(Liveness::Seconds interval, Liveness::Seconds timeout);
 
     std::vector<verbs::Attributes> accept(std::uint64_t attempt,
                                           const std::vector<verbs::Attributes>& remote);

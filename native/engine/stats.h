@@ -20,6 +20,7 @@ struct Stats {
     std::atomic<std::uint64_t> responders{0};
     std::atomic<std::uint64_t> wakeups{0};  // of the event loop
     std::atomic<std::uint64_t> worker_sleeps{0};
+    std::atomic<std::uint64_t> keepalive_wakeups{0};
     std::atomic<std::uint64_t> endpoints_failed{0};
 };
 

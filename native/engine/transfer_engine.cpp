@@ -46,7 +46,7 @@ TransferEngine::TransferEngine(EngineOptions options,
     : options_(std::move(options)),
       contexts_(make_contexts(std::move(devices), options_, stats_)),
       regions_(make_table(contexts_)),
-      liveness_(std::make_unique<Liveness>(options_.bind_address)) {}
+      liveness_(std::make_unique<Liveness>(options_.bind_address, stats_)) {}
 
 std::shared_ptr<TransferEngine> TransferEngine::open(
     EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices) {
@@ -71,11 +71,12 @@ std::shared_ptr<Session> TransferEngine::create_session(const std::string& peer)
 }
 
 std::shared_ptr<Responder> TransferEngine::create_responder(const std::string& peer,
+                                                            Liveness::Seconds keepalive_interval,
                                                             Liveness::Seconds keepalive_timeout) {
     const std::shared_ptr<Responder> responder(
         new Responder(shared_from_this(), next_id_.fetch_add(1), peer),
         DeleteInOwnProcess<Responder>());
-    responder->expect_keepalive(keepalive_timeout);
+    responder->expect_keepalive(keepalive_interval, keepalive_timeout);
     const std::lock_guard lock(mutex_);
     check_open();
     remember(responders_, responder);

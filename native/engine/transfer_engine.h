@@ -53,7 +53,9 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
     const std::vector<std::unique_ptr<RdmaContext>>& contexts() const noexcept { return contexts_; }
 
     std::shared_ptr<Session> create_session(const std::string& peer);
+    // The interval and the timeout are the initiator's.
     std::shared_ptr<Responder> create_responder(const std::string& peer,
+                                                Liveness::Seconds keepalive_interval,
                                                 Liveness::Seconds keepalive_timeout);
 
   private:

@@ -110,6 +110,7 @@ py::dict stats(TransferEngine& self) {
     put("responders", s.responders);
     put("wakeups", s.wakeups);
     put("worker_sleeps", s.worker_sleeps);
+    put("keepalive_wakeups", s.keepalive_wakeups);
     put("endpoints_failed", s.endpoints_failed);
     all["regions"] = self.regions()->size();
     return all;
@@ -178,10 +179,11 @@ void bind_engine(py::module_& module) {
         .def("create_session", &TransferEngine::create_session, py::arg("peer"))
         .def(
             "create_responder",
-            [](TransferEngine& self, const std::string& peer, double timeout) {
-                return self.create_responder(peer, engine::Liveness::Seconds(timeout));
+            [](TransferEngine& self, const std::string& peer, double interval, double timeout) {
+                return self.create_responder(peer, engine::Liveness::Seconds(interval),
+                                             engine::Liveness::Seconds(timeout));
             },
-            py::arg("peer"), py::arg("keepalive_timeout"))
+            py::arg("peer"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
         .def("stats", &stats);
 }
 

@@ -167,7 +167,8 @@ TEST_F(SessionTest, ATableMayNotChangeItsNumberOfDevices) {
 
 TEST_F(SessionTest, AResponderHoldsABoundedNumberOfQueuePairs) {
     start(1);
-    const auto responder = engine->create_responder("peer", Liveness::Seconds(1000));
+    const auto responder =
+        engine->create_responder("peer", Liveness::Seconds(1), Liveness::Seconds(1000));
     std::size_t accepted = 0;
     try {
         for (std::uint64_t rail = 0; rail < 200; ++rail, ++accepted) {

@@ -55,7 +55,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
     Side target{GetParam()};
     std::shared_ptr<Session> session = initiator.engine->create_session("target");
     std::shared_ptr<Responder> responder =
-        target.engine->create_responder("initiator", Liveness::Seconds(1000));
+        target.engine->create_responder("initiator", Liveness::Seconds(1), Liveness::Seconds(1000));
     std::uint64_t attempt = 0;
     std::set<std::uint64_t> done;
     std::vector<TransferEvent> failed;

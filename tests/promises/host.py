@@ -78,6 +78,16 @@ class Host:
         """Seconds of CPU that this process has used."""
         return time.process_time()
 
+    async def wakeups(self) -> int:
+        """How often the engine has had something to do, as it counts itself."""
+        stats = self.engine.stats()
+        return stats.wakeups + stats.worker_sleeps + stats.keepalive_wakeups
+
+    async def write_to(self, peer: str, size: int) -> None:
+        """Connect, and fill the beginning of the peer's region "memory"."""
+        session = await self.engine.connect(peer)
+        await self.engine.write(session, self.base, session.regions["memory"].addr, size)
+
     async def write_until_refused(
         self, peer: str, destination: int, size: int, value: int
     ) -> tuple[int, AioFlagcxError]:
@@ -112,6 +122,18 @@ class Host:
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+async def thread_wakeups(_: Host) -> int:
+    """How often the threads of this process, all together, have gone to sleep."""
+    return sum(map(voluntary_switches, os.listdir("/proc/self/task")))
+
+
+def voluntary_switches(thread: str) -> int:
+    """Of one thread of this process; 0 when it has ended meanwhile."""
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as lines:
+        return int(dict(line.split(":", 1) for line in lines)["voluntary_ctxt_switches"])
+    return 0
 
 
 def listening_ports() -> set[int]:
