@@ -122,6 +122,7 @@ class Allocation:
 class TransferEngine:
     event_fd: int
     devices: list[str]
+    device_choice: str  # why these, for the log
     keepalive_port: int
     generation: int
     """Of the MR table: grows with every registration and deregistration."""
@@ -129,12 +130,17 @@ class TransferEngine:
     def __init__(
         self,
         *,
-        devices: Sequence[str],  # ["soft"]
+        devices: Sequence[str],  # as in Config.devices
         bind_address: str,  # numeric
         advertise_address: str,  # numeric; what peers are told to connect data streams to
         soft_paths: Sequence[str],
         soft_streams: int,
         allow_ptrace: bool,
+        gid_index: int | None,
+        traffic_class: int,
+        service_level: int,
+        qp_timeout: int,
+        qp_retry_count: int,
         slice_size: int,
         workers_per_device: int,  # 0: what the device asks for
         qps_per_endpoint: int,  # 0: one for each worker

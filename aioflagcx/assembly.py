@@ -28,9 +28,6 @@ __all__ = ["Assembly", "check_devices"]
 
 _logger = logging.getLogger(__name__)
 
-_DEVICES = ("soft",)
-"""Devices that are there."""
-
 _abandoned: set[asyncio.Task[None]] = set()
 """Engines that were collected without having been closed, while they close."""
 
@@ -39,15 +36,9 @@ def check_devices(devices: str | Sequence[str], config: Config) -> list[str]:
     """The names of the devices to open; :class:`~aioflagcx.errors.ConfigError` for others."""
     if devices == "auto":
         devices = config.devices
-    names = [name.strip() for name in devices.split(",")] if isinstance(devices, str) else devices
-    if list(names) == ["auto"]:
-        return ["soft"]
-    for name in names:
-        if name not in _DEVICES:
-            raise ConfigError(f'there is no device "{name}" here: there are {", ".join(_DEVICES)}')
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(f"devices={devices!r}: expected one or more different names")
-    return list(names)
+    if not isinstance(devices, str):
+        devices = ",".join(devices)
+    return config.replace(devices=devices).devices.split(",")
 
 
 class Assembly:
@@ -152,10 +143,11 @@ class Assembly:
         self.runtime.identity = self.server.identity = identity
         await self.server.start()
         _logger.info(
-            "engine %s listens as %s on %s",
+            "engine %s listens as %s on %s (%s)",
             identity.engine_id.hex(),
             identity.session_id,
             ", ".join(native.devices),
+            native.device_choice,
         )
 
     async def close(self) -> None:
@@ -212,6 +204,11 @@ async def _open_native(
             soft_paths=config.soft_paths,
             soft_streams=config.soft_streams,
             allow_ptrace=config.allow_ptrace,
+            gid_index=config.gid_index,
+            traffic_class=config.traffic_class,
+            service_level=config.service_level,
+            qp_timeout=config.qp_timeout,
+            qp_retry_count=config.qp_retry_count,
             slice_size=config.slice_size,
             workers_per_device=config.workers_per_device or 0,
             qps_per_endpoint=config.qps_per_endpoint or 0,

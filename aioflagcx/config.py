@@ -34,7 +34,7 @@ _FLAGS = dict.fromkeys(("yes", "true", "on", "1"), True) | dict.fromkeys(
     ("no", "false", "off", "0"), False
 )
 _SIZE_FACTORS = {"B": 1, "KiB": _KiB, "MiB": _MiB, "GiB": _GiB}
-_DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*", re.ASCII)
+_DEVICE_NAME = re.compile(r"[A-Za-z0-9*?\[][A-Za-z0-9_.:*?\[\]-]*", re.ASCII)
 
 
 def _setting(
@@ -254,8 +254,8 @@ class Config:
         "auto",
         "text",
         "names",
-        "Devices to open: auto takes every usable NIC, else the soft device; or their names, "
-        "comma separated.",
+        "Devices to open, comma separated: auto takes every active RDMA port or, without any, the "
+        "soft device; names and patterns of RDMA ports; soft, or soft:N for N soft devices.",
     )
     soft_paths: tuple[str, ...] = _setting(
         SOFT_PATHS,
@@ -280,6 +280,50 @@ class Config:
         "Lets every process of the same user copy into this one, for hosts where Yama's "
         "ptrace_scope is 1 and the same-host path would be refused; for the whole process, for "
         "good (prctl PR_SET_PTRACER_ANY).",
+    )
+    gid_index: int | None = _setting(
+        None,
+        "count",
+        "index",
+        "Entry of the RDMA port's GID table that queue pairs use; none: RoCE v2 with an IPv4 "
+        "address, else with a global IPv6 address, link-local only when nothing else exists.",
+        minimum=0,
+        maximum=255,
+        optional=True,
+    )
+    traffic_class: int = _setting(
+        0,
+        "count",
+        "traffic class",
+        "Of RDMA packets with a global header: for RoCE v2 the IP header's DSCP and ECN bits, by "
+        "which switches tell lossless traffic.",
+        minimum=0,
+        maximum=255,
+    )
+    service_level: int = _setting(
+        0,
+        "count",
+        "service level",
+        "Of RDMA packets: chooses the InfiniBand virtual lane, or the Ethernet priority.",
+        minimum=0,
+        maximum=15,
+    )
+    qp_timeout: int = _setting(
+        16,
+        "count",
+        "exponent",
+        "How long a NIC waits for an acknowledgement, 4.096 us * 2**qp_timeout, as in "
+        "ibv_modify_qp(3): 16 is 0.27 s, beyond a short loss of the link.",
+        minimum=1,
+        maximum=31,
+    )
+    qp_retry_count: int = _setting(
+        7,
+        "count",
+        "times",
+        "How often a NIC repeats a request that is not acknowledged before the queue pair fails.",
+        minimum=0,
+        maximum=7,
     )
     bind_address: str | None = _setting(
         None,
@@ -377,7 +421,7 @@ def accepted_values(field: dataclasses.Field[Any]) -> str:
     """In words, what a field of :class:`Config` accepts; used by errors and by the docs."""
     meta = field.metadata
     special = {
-        "devices": '"auto" or device names, comma separated',
+        "devices": '"auto", or names such as mlx5_0, patterns such as mlx5_*, soft, or soft:N',
         "soft_paths": f"one or more of {', '.join(SOFT_PATHS)}",
         "bind_address": "an IPv4 or IPv6 address",
         "log_level": f"one of {', '.join(_LOG_LEVELS)}",

@@ -45,6 +45,11 @@ DEFAULTS = {
     "soft_paths": ("process", "local", "tcp"),
     "soft_streams": 2,
     "allow_ptrace": False,
+    "gid_index": None,
+    "traffic_class": 0,
+    "service_level": 0,
+    "qp_timeout": 16,
+    "qp_retry_count": 7,
     "bind_address": None,
     "log_level": None,
 }

@@ -62,6 +62,9 @@ inline constexpr std::uint64_t kNowBytes = 16'384;
 // Most bytes of a transfer that is left to one lane of an idle session: more are shared by all.
 inline constexpr std::uint64_t kOneLaneBytes = 131'072;
 
+// Soft devices of one engine: each has threads of its own.
+inline constexpr std::uint32_t kMaxSoftDevices = 16;
+
 // Closing an engine: how long a peer may take to finish the copy it is inside of. One takes under a
 // millisecond, so a peer that needs longer is stopped.
 inline constexpr std::chrono::seconds kClosePatience{1};

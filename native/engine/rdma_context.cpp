@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "common/error.h"
-#include "verbs/soft/soft.h"
 
 namespace aioflagcx::engine {
 
@@ -41,25 +40,6 @@ std::uint32_t RdmaContext::qps_per_endpoint() const noexcept {
 
 void RdmaContext::stop() {
     for (const auto& worker : workers_) worker->stop();
-}
-
-std::vector<std::unique_ptr<verbs::Device>> open_devices(const EngineOptions& options) {
-    std::vector<std::unique_ptr<verbs::Device>> devices;
-    for (const std::string& name : options.devices) {
-        if (name != "soft") {
-            throw NativeError("open device", 0, "no device '" + name + "'; there is: soft");
-        }
-        verbs::soft::SoftOptions soft;
-        soft.name = "soft" + std::to_string(devices.size());
-        soft.bind_address = options.bind_address;
-        soft.advertise_address = options.advertise_address;
-        soft.paths = options.soft_paths;
-        soft.streams = options.soft_streams;
-        soft.allow_ptrace = options.allow_ptrace;
-        devices.push_back(verbs::soft::open_soft_device(soft));
-    }
-    if (devices.empty()) throw NativeError("open device", 0, "no device named");
-    return devices;
 }
 
 }  // namespace aioflagcx::engine

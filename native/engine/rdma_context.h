@@ -38,7 +38,4 @@ class RdmaContext {
     std::atomic<std::uint32_t> turn_{0};
 };
 
-// Opens what `options.devices` names. Throws NativeError listing what there is.
-std::vector<std::unique_ptr<verbs::Device>> open_devices(const EngineOptions& options);
-
 }  // namespace aioflagcx::engine

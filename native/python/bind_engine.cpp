@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "engine/devices.h"
 #include "engine/responder.h"
 #include "engine/session.h"
 #include "engine/transfer_engine.h"
@@ -26,10 +27,12 @@ using RangeTuple =
 std::shared_ptr<TransferEngine> make_engine(
     std::vector<std::string> devices, std::string bind_address, std::string advertise_address,
     std::vector<std::string> soft_paths, std::uint32_t soft_streams, bool allow_ptrace,
-    std::uint32_t slice_size, std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint,
-    std::uint32_t max_wr_per_qp, std::uint64_t max_inflight_bytes_per_endpoint,
-    std::uint32_t post_batch, std::uint32_t spin_us, std::uint32_t retry_count,
-    std::uint8_t rnr_retry, double keepalive_interval, double keepalive_timeout) {
+    std::optional<std::uint32_t> gid_index, std::uint8_t traffic_class, std::uint8_t service_level,
+    std::uint8_t qp_timeout, std::uint8_t qp_retry_count, std::uint32_t slice_size,
+    std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint, std::uint32_t max_wr_per_qp,
+    std::uint64_t max_inflight_bytes_per_endpoint, std::uint32_t post_batch, std::uint32_t spin_us,
+    std::uint32_t retry_count, std::uint8_t rnr_retry, double keepalive_interval,
+    double keepalive_timeout) {
     EngineOptions options;
     options.devices = std::move(devices);
     options.bind_address = std::move(bind_address);
@@ -37,6 +40,11 @@ std::shared_ptr<TransferEngine> make_engine(
     options.soft_paths = std::move(soft_paths);
     options.soft_streams = soft_streams;
     options.allow_ptrace = allow_ptrace;
+    options.ibverbs.gid_index = gid_index;
+    options.ibverbs.traffic_class = traffic_class;
+    options.ibverbs.service_level = service_level;
+    options.ibverbs.timeout = qp_timeout;
+    options.ibverbs.retry_cnt = qp_retry_count;
     options.slice_size = slice_size;
     options.workers_per_device = workers_per_device;
     options.qps_per_endpoint = qps_per_endpoint;
@@ -49,8 +57,9 @@ std::shared_ptr<TransferEngine> make_engine(
     options.keepalive_interval = std::chrono::duration<double>(keepalive_interval);
     options.keepalive_timeout = std::chrono::duration<double>(keepalive_timeout);
     const py::gil_scoped_release release;
-    auto opened = engine::open_devices(options);
-    return TransferEngine::open(std::move(options), std::move(opened));
+    engine::OpenedDevices opened = engine::open_devices(options);
+    options.device_choice = std::move(opened.reason);
+    return TransferEngine::open(std::move(options), std::move(opened.devices));
 }
 
 std::vector<std::uint64_t> register_ranges(TransferEngine& self,
@@ -137,14 +146,17 @@ void bind_engine(py::module_& module) {
     py::class_<TransferEngine, std::shared_ptr<TransferEngine>>(module, "TransferEngine")
         .def(py::init(&make_engine), py::kw_only(), py::arg("devices"), py::arg("bind_address"),
              py::arg("advertise_address"), py::arg("soft_paths"), py::arg("soft_streams"),
-             py::arg("allow_ptrace"), py::arg("slice_size"), py::arg("workers_per_device"),
-             py::arg("qps_per_endpoint"), py::arg("max_wr_per_qp"),
-             py::arg("max_inflight_bytes_per_endpoint"), py::arg("post_batch"), py::arg("spin_us"),
-             py::arg("retry_count"), py::arg("rnr_retry"), py::arg("keepalive_interval"),
-             py::arg("keepalive_timeout"))
+             py::arg("allow_ptrace"), py::arg("gid_index"), py::arg("traffic_class"),
+             py::arg("service_level"), py::arg("qp_timeout"), py::arg("qp_retry_count"),
+             py::arg("slice_size"), py::arg("workers_per_device"), py::arg("qps_per_endpoint"),
+             py::arg("max_wr_per_qp"), py::arg("max_inflight_bytes_per_endpoint"),
+             py::arg("post_batch"), py::arg("spin_us"), py::arg("retry_count"),
+             py::arg("rnr_retry"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
         .def("close", &TransferEngine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("event_fd", [](TransferEngine& self) { return self.ring().fd(); })
         .def_property_readonly("devices", &device_names)
+        .def_property_readonly("device_choice",
+                               [](TransferEngine& self) { return self.options().device_choice; })
         .def_property_readonly("keepalive_port",
                                [](TransferEngine& self) { return self.liveness().port(); })
         .def_property_readonly("generation",

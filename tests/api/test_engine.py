@@ -172,14 +172,16 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
 async def test_hosts_and_devices_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match="does not resolve"):
         await Engine("no-such-host.invalid").start()
-    with pytest.raises(ConfigError, match=r'"mlx5_0".*soft'):
-        Engine(devices="mlx5_0")
+    with pytest.raises(ConfigError, match=r"no device 'mlx5_9'.*soft"):
+        await Engine(devices="mlx5_9").start()
     for port in (-1, 65_536):
         with pytest.raises(ConfigError, match=f"port={port}"):
             Engine(port=port)
-    with pytest.raises(ConfigError, match=r'"mlx5_0".*soft'):
-        Engine(config=Config(devices="soft,mlx5_0"))
-    for devices in ("soft", ["soft"], "auto"):
+    with pytest.raises(ConfigError, match=r"no device 'mlx5_9'.*soft"):
+        await Engine(config=Config(devices="soft,mlx5_9")).start()
+    with pytest.raises(ConfigError, match="devices"):
+        Engine(devices=["soft", "soft"])
+    for devices in ("soft", ["soft"], "auto", "soft:2"):
         async with Engine(devices=devices):
             pass
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "common/error.h"
+#include "engine/devices.h"
 #include "engine/responder.h"
 #include "engine/session.h"
 #include "engine/transfer_engine.h"
@@ -39,7 +40,7 @@ struct Side {
         options.soft_paths = {shape.path};
         options.retry_count = 1000;
         if (shape.qps > 1) options.slice_size = 4096;  // each transfer on many queue pairs
-        engine = TransferEngine::open(options, open_devices(options));
+        engine = TransferEngine::open(options, open_devices(options).devices);
         ids = engine->regions()->add(
             std::vector<RegionSpec>{{addr(), memory.size(), 3, true, "memory"}});
     }

@@ -53,14 +53,11 @@ TEST(ChooseGid, AnIndexThatIsNotThereIsToldWithThoseThatAre) {
         FAIL();
     } catch (const NativeError& error) {
         EXPECT_NE(error.detail().find("index 7"), std::string::npos);
-        EXPECT_NE(error.detail().find("3 ::ffff:10.77.0.1 (RoCE v2 over IPv4)"),
-                  std::string::npos);
+        EXPECT_NE(error.detail().find("3 ::ffff:10.77.0.1 (RoCE v2 over IPv4)"), std::string::npos);
     }
 }
 
-TEST(ChooseGid, APortWithoutAddressSaysSo) {
-    EXPECT_THROW(chosen({}), NativeError);
-}
+TEST(ChooseGid, APortWithoutAddressSaysSo) { EXPECT_THROW(chosen({}), NativeError); }
 
 Address sample() {
     Address address;

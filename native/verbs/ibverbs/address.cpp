@@ -89,10 +89,10 @@ ibv_gid_entry choose_gid(std::span<const ibv_gid_entry> entries,
                           device + " has no GID with index " + std::to_string(*configured) +
                               " (gid_index); there are: " + there);
     }
-    const auto best = std::min_element(
-        entries.begin(), entries.end(), [](const ibv_gid_entry& a, const ibv_gid_entry& b) {
-            return preference(gid_kind(a)) < preference(gid_kind(b));
-        });
+    const auto best = std::min_element(entries.begin(), entries.end(),
+                                       [](const ibv_gid_entry& a, const ibv_gid_entry& b) {
+                                           return preference(gid_kind(a)) < preference(gid_kind(b));
+                                       });
     if (best == entries.end()) {
         throw NativeError("query GID", ENOENT,
                           device + " has no GID: its network interface has no address");
@@ -131,8 +131,8 @@ Address from_map(const Attributes& map) {
     address.mtu = number(map, "mtu", IBV_MTU_4096);
     if (address.mtu < IBV_MTU_256) reject("mtu", "is no enum ibv_mtu");
     address.rd_atomic = number(map, "rd_atomic", 255);
-    address.kind = static_cast<GidKind>(
-        number(map, "gid_kind", static_cast<std::uint8_t>(GidKind::RoceV1)));
+    address.kind =
+        static_cast<GidKind>(number(map, "gid_kind", static_cast<std::uint8_t>(GidKind::RoceV1)));
     const auto gid = map.find("gid");
     const auto* bytes = gid == map.end() ? nullptr : std::get_if<Bytes>(&gid->second);
     if (bytes == nullptr || bytes->size() != address.gid.size()) reject("gid", "is not 16 bytes");

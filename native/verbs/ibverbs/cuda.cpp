@@ -79,8 +79,7 @@ DmaBuf DeviceMemory::export_dmabuf() const {
     const std::uint64_t first = addr_ & ~(page - 1);
     const std::uint64_t end = (addr_ + length_ + page - 1) & ~(page - 1);
     int fd = -1;
-    const int error =
-        found.get_handle_for_range(&fd, first, end - first, kHandleTypeDmaBuf, 0);
+    const int error = found.get_handle_for_range(&fd, first, end - first, kHandleTypeDmaBuf, 0);
     if (error != kSuccess) {
         throw NativeError("cuMemGetHandleForAddressRange", 0,
                           "error " + std::to_string(error) + " for " + std::to_string(length_) +

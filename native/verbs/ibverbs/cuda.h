@@ -24,7 +24,8 @@ class DeviceMemory {
     DmaBuf export_dmabuf() const;
 
   private:
-    DeviceMemory(std::uint64_t addr, std::uint64_t length) noexcept : addr_(addr), length_(length) {}
+    DeviceMemory(std::uint64_t addr, std::uint64_t length) noexcept
+        : addr_(addr), length_(length) {}
 
     std::uint64_t addr_;
     std::uint64_t length_;

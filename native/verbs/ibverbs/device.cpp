@@ -30,9 +30,9 @@ DeviceList get_devices(int* count) {
     const Library& library = Library::get();
     ibv_device** const list = library.get_device_list(count);
     if (list == nullptr) {
-        throw NativeError("ibv_get_device_list", errno,
-                          errno == ENOSYS ? "the kernel has no RDMA support (modprobe ib_uverbs)"
-                                          : "");
+        throw NativeError(
+            "ibv_get_device_list", errno,
+            errno == ENOSYS ? "the kernel has no RDMA support (modprobe ib_uverbs)" : "");
     }
     return {list, library.free_device_list};
 }
@@ -44,9 +44,9 @@ std::shared_ptr<ibv_context> open_context(const std::string& name) {
         if (name != Library::get().get_device_name(list.get()[i])) continue;
         ibv_context* const context = Library::get().open_device(list.get()[i]);
         if (context == nullptr) {
-            throw NativeError("ibv_open_device", errno,
-                              name + (errno == EACCES ? "; may this user open /dev/infiniband?"
-                                                      : ""));
+            throw NativeError(
+                "ibv_open_device", errno,
+                name + (errno == EACCES ? "; may this user open /dev/infiniband?" : ""));
         }
         return {context, Close()};
     }
@@ -55,8 +55,8 @@ std::shared_ptr<ibv_context> open_context(const std::string& name) {
 
 std::vector<ibv_gid_entry> gids_of(ibv_context* context, std::uint8_t port) {
     std::vector<ibv_gid_entry> entries(kMaxGids);
-    const ssize_t count = Library::get().query_gid_table(context, entries.data(), entries.size(),
-                                                         0, sizeof(ibv_gid_entry));
+    const ssize_t count = Library::get().query_gid_table(context, entries.data(), entries.size(), 0,
+                                                         sizeof(ibv_gid_entry));
     if (count < 0) throw NativeError("ibv_query_gid_table", static_cast<int>(-count), "");
     entries.resize(static_cast<std::size_t>(count));
     std::erase_if(entries, [port](const auto& entry) { return entry.port_num != port; });
@@ -184,8 +184,7 @@ std::vector<PortInfo> list_ports(std::string* why_none) {
                 info.name = port == 1 ? device : device + ":" + std::to_string(port);
                 info.port = static_cast<std::uint8_t>(port);
                 ibv_port_attr state{};
-                const int error =
-                    Library::get().port_attributes(context.get(), info.port, &state);
+                const int error = Library::get().port_attributes(context.get(), info.port, &state);
                 info.active = error == 0 && state.state == IBV_PORT_ACTIVE;
                 info.state = state_name(state.state);
                 ports.push_back(std::move(info));

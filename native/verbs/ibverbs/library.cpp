@@ -23,9 +23,9 @@ bool find(void* handle, const char* symbol, Function& out) noexcept {
 template <typename Function>
 void require(void* handle, const char* symbol, Function& out) {
     if (find(handle, symbol, out)) return;
-    throw NativeError("dlsym", ENOSYS,
-                      std::string(kName) + " has no " + symbol +
-                          ": rdma-core 32 or newer is needed");
+    throw NativeError(
+        "dlsym", ENOSYS,
+        std::string(kName) + " has no " + symbol + ": rdma-core 32 or newer is needed");
 }
 
 // A registered page must not be copied away from the device when the process forks. Kernels since

@@ -48,8 +48,9 @@ std::string why(int error, std::uint64_t addr, std::uint64_t length) {
                           " bytes of memory: raise the limit (ulimit -l unlimited, or "
                           "LimitMEMLOCK=infinity of a systemd service)";
     } else if (error == EFAULT) {
-        text += "; not all of it is mapped, or it is device memory that the kernel cannot give to "
-                "the NIC (no dmabuf, and no peer-memory module such as nvidia-peermem)";
+        text +=
+            "; not all of it is mapped, or it is device memory that the kernel cannot give to "
+            "the NIC (no dmabuf, and no peer-memory module such as nvidia-peermem)";
     } else if (error == EACCES || error == EPERM) {
         text += "; it is mapped read-only";
     }

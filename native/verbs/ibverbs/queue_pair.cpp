@@ -55,12 +55,11 @@ ibv_qp* create(ibv_pd* pd, const QpInit& init, std::uint32_t* max_inline) {
         qp = Library::get().create_qp(pd, &attributes);
     }
     if (qp == nullptr) {
-        throw NativeError("ibv_create_qp", errno,
-                          std::to_string(init.max_send_wr) + " send and " +
-                              std::to_string(init.max_recv_wr) +
-                              " receive requests (max_wr_per_qp)" +
-                              (errno == ENOMEM ? "; memory to be locked may be limited: ulimit -l"
-                                               : ""));
+        throw NativeError(
+            "ibv_create_qp", errno,
+            std::to_string(init.max_send_wr) + " send and " + std::to_string(init.max_recv_wr) +
+                " receive requests (max_wr_per_qp)" +
+                (errno == ENOMEM ? "; memory to be locked may be limited: ulimit -l" : ""));
     }
     *max_inline = attributes.cap.max_inline_data;
     return qp;
@@ -318,8 +317,8 @@ void IbvQueuePair::complete_receive(const ibv_wc& wc, std::deque<WorkCompletion>
     completion.vendor_err = wc.vendor_err;
     completion.qp_num = num();
     if (wc.status == IBV_WC_SUCCESS) {
-        completion.opcode = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM ? WcOpcode::RecvRdmaWithImm
-                                                                   : WcOpcode::Recv;
+        completion.opcode =
+            wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM ? WcOpcode::RecvRdmaWithImm : WcOpcode::Recv;
         completion.byte_len = wc.byte_len;
         completion.with_imm = (wc.wc_flags & IBV_WC_WITH_IMM) != 0;
         if (completion.with_imm) completion.imm = ntohl(wc.imm_data);
