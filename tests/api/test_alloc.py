@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -462,12 +463,26 @@ async def test_a_cancelled_allocation_leaves_nothing(
 async def test_closing_ends_an_allocation_on_its_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert engine._open is not None
+    registry = engine._open.registry
+    steps, closing = [], threading.Event()
+
+    def available() -> int:
+        steps.append(1)
+        assert len(steps) < 3 or closing.wait(20)
+        return 2**40
+
     monkeypatch.setattr(allocation, "_STEP", 1 << 16)
+    monkeypatch.setattr(allocation, "available", available)
     task = asyncio.create_task(engine.alloc(64 * MiB))
-    await until(allocations)
-    await engine.close()
+    await until(lambda: len(steps) == 3)
+    end = asyncio.create_task(engine.close())
+    await until(lambda: registry._closed)
+    closing.set()
     with pytest.raises(EngineClosed):
         await task
+    await end
+    assert len(steps) == 3  # of 1025
     del task
     await all_gone()
     with pytest.raises(EngineClosed):
