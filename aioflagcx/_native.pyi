@@ -162,13 +162,22 @@ class TransferEngine:
         """Clears the wake-up; (ids of transfers that succeeded, everything else), in order."""
 
     # Memory ---------------------------------------------------------------------------------
-    def check_mapped(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """*Blocking.* For each (addr, size): 0 not mapped as a whole, 1 readable, 2 readable and
+    def check_mapped(
+        self, addrs: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int8]:
+        """*Blocking.* For each range: 0 not mapped as a whole, 1 readable, 2 readable and
         writable, by /proc/self/maps."""
 
-    def register(self, ranges: Sequence[tuple[int, int, int, bool, str | None]]) -> list[int]:
-        """*Blocking.* (addr, size, access bits, locally writable, name) each -> region ids. All
-        or nothing; NativeError names the range."""
+    def register(
+        self,
+        addrs: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        access: int,  # ACCESS_* bits, of all of them
+        writable: npt.NDArray[np.bool_],  # locally
+        names: Sequence[str | None],
+    ) -> npt.NDArray[np.uint64]:
+        """*Blocking.* Region ids of that many ranges. All or nothing; NativeError names the
+        range."""
 
     def revoke(self, region_ids: Sequence[int]) -> None:
         """Leave the tables: no new transfer finds these regions."""

@@ -29,7 +29,8 @@ class Memory(NamedTuple):
     """Whether its owner lets others write it; None: nobody says, ask the mappings."""
 
     owner: object
-    """What must live as long as the memory is used; None for a bare ``(addr, size)``."""
+    """What must live as long as the memory is used: it holds the object given, and its exported
+    memory. None for a bare ``(addr, size)``."""
 
 
 def locate(memory: object) -> Memory:
@@ -96,9 +97,13 @@ def _from_buffer(buffer: memoryview, memory: object) -> Memory:
         raise _not_contiguous(memory, buffer.shape, buffer.strides)
     if not buffer.nbytes:
         return Memory(0, 0, not buffer.readonly, buffer)
+    # The export keeps others than an array from moving their memory, and holds the exporter.
+    owner: object = buffer if buffer.obj is memory else (memory, buffer)
+    if isinstance(memory, np.ndarray):
+        owner = memory
     # As bytes where that can be, since numpy does not know every element format.
     flat = np.frombuffer(buffer, np.uint8) if buffer.c_contiguous else np.asarray(buffer)
-    return Memory(_address(flat), buffer.nbytes, not buffer.readonly, buffer)
+    return Memory(_address(flat), buffer.nbytes, not buffer.readonly, owner)
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

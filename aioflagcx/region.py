@@ -75,7 +75,16 @@ class Region(AnyRegion):
     libraries make of a region by DLPack.
     """
 
-    __slots__ = ("__weakref__", "_count", "_id", "_owners", "_ready", "_state", "_writable")
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_id",
+        "_more_owners",
+        "_owner",
+        "_ready",
+        "_state",
+        "_writable",
+    )
 
     def __init__(self, memory: Memory, access: str, name: str | None) -> None:
         self.addr = memory.addr
@@ -87,7 +96,9 @@ class Region(AnyRegion):
         self._count = 0
         self._writable = memory.writable
         self._ready: asyncio.Future[None] | None = None  # while it is being registered
-        self._owners: dict[int, object] = {}
+        # One object for most regions: the garbage collector looks at each that there is.
+        self._owner = memory.owner
+        self._more_owners: dict[int, object] | None = None  # of the same memory given again, by id
 
     def view(self) -> memoryview:
         """The region's bytes, read-only when the memory is; keeps the region's memory alive,
@@ -98,7 +109,7 @@ class Region(AnyRegion):
         if self._state is not RegionState.REGISTERED:
             raise RegistrationError(f"{self!r} is not registered", address=self.addr)
         array = (ctypes.c_ubyte * self.size).from_address(self.addr)
-        array._owners = tuple(self._owners.values())  # type: ignore[attr-defined]
+        array._owners = self._owners()  # type: ignore[attr-defined]
         view = memoryview(array).cast("B")
         return view if self._writable else view.toreadonly()
 
@@ -133,6 +144,19 @@ class Region(AnyRegion):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.numpy().__dlpack_device__()
+
+    def _keep(self, given: object, owner: object) -> None:
+        """One more owner of the same memory; by identity, as an object may be given often."""
+        if owner is not None:
+            if self._more_owners is None:
+                self._more_owners = {}
+            self._more_owners.setdefault(id(given), owner)  # it holds what was given
+
+    def _owners(self) -> tuple[object, ...]:
+        return (self._owner, *(self._more_owners or {}).values())
+
+    def _let_go(self) -> None:
+        self._owner = self._more_owners = None
 
     def __repr__(self) -> str:
         state = "" if self._state is RegionState.REGISTERED else f" {self._state.value}"

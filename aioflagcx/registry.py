@@ -11,6 +11,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import numpy as np
+
 from . import _native
 from .allocation import allocate, check_size
 from .errors import DeregisterTimeout, EngineClosed, RegistrationError
@@ -114,7 +116,7 @@ class Registry:
                     region._ready = ready
                     new.append(region)
             if new:
-                await self._threads.run(self._register_blocking, new)
+                await self._threads.run(self._register_blocking, new, access)
                 self._settle(new, ready)
             for region in regions:
                 if region._ready is not None:  # another call is registering it
@@ -152,8 +154,8 @@ class Registry:
             if name is not None:
                 self._by_name[name] = region
         region._count += 1
-        # By identity: a buffer is given anew with each call, the object behind it is not.
-        region._owners.setdefault(id(given), (given, memory.owner))
+        if region._count > 1:
+            region._keep(given, memory.owner)
         return region
 
     def _name_in_use(self, name: str) -> RegistrationError:
@@ -167,7 +169,7 @@ class Registry:
             region._ready = None
             if not region._id:
                 region._state = RegionState.GONE
-                region._owners = {}
+                region._let_go()
                 self._forget(region)
         if regions[0]._id:
             ready.set_result(None)
@@ -178,39 +180,32 @@ class Registry:
             )
             ready.exception()  # retrieved: often nobody waits
 
-    def _register_blocking(self, regions: list[Region]) -> None:
-        """On a native thread. Sets the ids itself, as the caller may be cancelled meanwhile."""
-        mapped = self._native.check_mapped([(region.addr, region.size) for region in regions])
-        ranges = []
-        for region, mapping in zip(regions, mapped, strict=True):
-            if mapping == 0:
-                raise RegistrationError(
-                    f"{region.addr:#x}+{region.size} is not mapped as a whole in this process",
-                    address=region.addr,
-                )
-            if mapping == 1 and region.access != "read":
-                raise RegistrationError(
-                    f"{region.addr:#x}+{region.size} is mapped read-only, so peers cannot have "
-                    f'access {region.access!r}: use access "read"',
-                    address=region.addr,
-                )
-            region._writable = mapping == 2 and region._writable is not False
-            ranges.append(
-                (
-                    region.addr,
-                    region.size,
-                    ACCESS_BITS[region.access],
-                    region._writable,
-                    region.name,
-                )
-            )
+    def _register_blocking(self, regions: list[Region], access: str) -> None:
+        """On a native thread. Sets the ids itself, as the caller may be cancelled meanwhile.
+
+        Arrays go to the native core, not objects: those it would convert with the GIL held.
+        """
+        count = len(regions)
+        addrs = np.fromiter((region.addr for region in regions), np.uint64, count)
+        sizes = np.fromiter((region.size for region in regions), np.uint64, count)
+        allowed = np.fromiter(
+            (region._writable is not False for region in regions), np.bool_, count
+        )
+        mapped = self._native.check_mapped(addrs, sizes)
+        usable = mapped >= (1 if access == "read" else 2)
+        if not usable.all():
+            index = int(np.argmin(usable))
+            raise _unusable(regions[index], int(mapped[index]))
+        writable = (mapped == 2) & allowed
+        names = [region.name for region in regions]
         try:
-            ids = self._native.register(ranges)
+            ids = self._native.register(addrs, sizes, ACCESS_BITS[access], writable, names)
         except _native.NativeError as error:
             raise RegistrationError(
                 f"registration failed in {error.call}: {error.detail}", cause=error
             ) from error
-        for region, number in zip(regions, ids, strict=True):
+        for region, number, may in zip(regions, ids.tolist(), writable.tolist(), strict=True):
+            region._writable = may
             region._id = number
             region._state = RegionState.REGISTERED
 
@@ -281,7 +276,7 @@ class Registry:
 
     def _end(self, region: Region) -> None:
         region._state = RegionState.GONE
-        region._owners = {}
+        region._let_go()
         gone = self._gone.pop(region, None)
         if gone is not None and not gone.done():
             gone.set_result(None)
@@ -311,11 +306,24 @@ class Registry:
                     "this memory is kept until the process ends",
                     region,
                 )
-                _stranded.extend(region._owners.values())
+                _stranded.extend(region._owners())
             self._end(region)
         self._by_range.clear()
         self._by_name.clear()
         self._draining.clear()
+
+
+def _unusable(region: Region, mapping: int) -> RegistrationError:
+    if mapping == 0:
+        return RegistrationError(
+            f"{region.addr:#x}+{region.size} is not mapped as a whole in this process",
+            address=region.addr,
+        )
+    return RegistrationError(
+        f"{region.addr:#x}+{region.size} is mapped read-only, so peers cannot have "
+        f'access {region.access!r}: use access "read"',
+        address=region.addr,
+    )
 
 
 def _check_access(access: object) -> None:
@@ -328,6 +336,9 @@ def _check_name(name: object) -> None:
         return
     if not isinstance(name, str):
         raise RegistrationError(f"a region's name must be str or None, not {type(name).__name__}")
-    size = len(name.encode(errors="surrogatepass"))
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise RegistrationError(f"name {name!r} cannot be encoded in UTF-8", cause=error) from None
     if not 0 < size <= _MAX_NAME:
         raise RegistrationError(f"a region's name has 1 to {_MAX_NAME} bytes in UTF-8, not {size}")

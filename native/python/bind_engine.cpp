@@ -1,9 +1,11 @@
 #include "python/bind_engine.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
-#include <tuple>
+#include <span>
 #include <utility>
 
 #include "common/error.h"
@@ -21,8 +23,24 @@ using engine::TransferEngine;
 
 namespace {
 
-using RangeTuple =
-    std::tuple<std::uint64_t, std::uint64_t, std::uint32_t, bool, std::optional<std::string>>;
+using Numbers = py::array_t<std::uint64_t, py::array::c_style>;
+
+// Of as many elements as `addrs`; valid while the array lives.
+template <typename T>
+std::span<const T> as_many(const py::array_t<T, py::array::c_style>& array, const Numbers& addrs) {
+    if (array.ndim() != 1 || array.size() != addrs.size()) {
+        throw py::value_error("arrays of different shapes");
+    }
+    return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+template <typename T, typename U>
+py::array_t<T> array_of(const std::vector<U>& values) {
+    py::array_t<T> array(static_cast<py::ssize_t>(values.size()));
+    std::transform(values.begin(), values.end(), array.mutable_data(),
+                   [](U value) { return static_cast<T>(value); });
+    return array;
+}
 
 std::shared_ptr<TransferEngine> make_engine(
     std::vector<std::string> devices, std::string bind_address, std::string advertise_address,
@@ -62,16 +80,25 @@ std::shared_ptr<TransferEngine> make_engine(
     return TransferEngine::open(std::move(options), std::move(opened.devices));
 }
 
-std::vector<std::uint64_t> register_ranges(TransferEngine& self,
-                                           const std::vector<RangeTuple>& ranges) {
-    const py::gil_scoped_release release;
-    self.check_open();
-    std::vector<engine::RegionSpec> specs;
-    specs.reserve(ranges.size());
-    for (const auto& [addr, size, access, writable, name] : ranges) {
-        specs.push_back({addr, size, access, writable, name});
+Numbers register_ranges(TransferEngine& self, const Numbers& addrs, const Numbers& sizes,
+                        std::uint32_t access, const py::array_t<bool, py::array::c_style>& writable,
+                        std::vector<std::optional<std::string>> names) {
+    const std::span<const std::uint64_t> addr = as_many(addrs, addrs);
+    const std::span<const std::uint64_t> size = as_many(sizes, addrs);
+    const std::span<const bool> write = as_many(writable, addrs);
+    if (names.size() != addr.size()) throw py::value_error("arrays of different shapes");
+    std::vector<std::uint64_t> ids;
+    {
+        const py::gil_scoped_release release;
+        self.check_open();
+        std::vector<engine::RegionSpec> specs;
+        specs.reserve(addr.size());
+        for (std::size_t i = 0; i < addr.size(); ++i) {
+            specs.push_back({addr[i], size[i], access, write[i], std::move(names[i])});
+        }
+        ids = self.regions()->add(specs);
     }
-    return self.regions()->add(specs);
+    return array_of<std::uint64_t>(ids);
 }
 
 py::tuple table_since(TransferEngine& self, std::uint64_t generation) {
@@ -125,12 +152,15 @@ py::dict stats(TransferEngine& self) {
     return all;
 }
 
-std::vector<int> check_ranges(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
-    const py::gil_scoped_release release;
-    std::vector<int> answers;
-    answers.reserve(ranges.size());
-    for (const Mapped mapped : check_mapped(ranges)) answers.push_back(static_cast<int>(mapped));
-    return answers;
+py::array_t<std::int8_t> check_ranges(TransferEngine&, const Numbers& addrs, const Numbers& sizes) {
+    const std::span<const std::uint64_t> addr = as_many(addrs, addrs);
+    const std::span<const std::uint64_t> size = as_many(sizes, addrs);
+    std::vector<Mapped> mapped;
+    {
+        const py::gil_scoped_release release;
+        mapped = check_mapped(addr, size);
+    }
+    return array_of<std::int8_t>(mapped);
 }
 
 std::vector<std::string> device_names(const TransferEngine& self) {
@@ -162,14 +192,11 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("generation",
                                [](TransferEngine& self) { return self.regions()->generation(); })
         .def("poll_events", &poll_events)
-        .def(
-            "check_mapped",
-            [](TransferEngine&,
-               const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges) {
-                return check_ranges(ranges);
-            },
-            py::arg("ranges"))
-        .def("register", &register_ranges, py::arg("ranges"))
+        .def("check_mapped", &check_ranges, py::arg("addrs").noconvert(),
+             py::arg("sizes").noconvert())
+        .def("register", &register_ranges, py::arg("addrs").noconvert(),
+             py::arg("sizes").noconvert(), py::arg("access"), py::arg("writable").noconvert(),
+             py::arg("names"))
         .def(
             "revoke",
             [](TransferEngine& self, const std::vector<std::uint64_t>& ids) {

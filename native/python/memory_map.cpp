@@ -57,11 +57,14 @@ Mapped check_one(const std::vector<Mapping>& mappings, std::uint64_t addr, std::
 
 }  // namespace
 
-std::vector<Mapped> check_mapped(std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges) {
+std::vector<Mapped> check_mapped(std::span<const std::uint64_t> addrs,
+                                 std::span<const std::uint64_t> sizes) {
     const std::vector<Mapping> mappings = read_maps();
     std::vector<Mapped> answers;
-    answers.reserve(ranges.size());
-    for (const auto& [addr, size] : ranges) answers.push_back(check_one(mappings, addr, size));
+    answers.reserve(addrs.size());
+    for (std::size_t i = 0; i < addrs.size(); ++i) {
+        answers.push_back(check_one(mappings, addrs[i], sizes[i]));
+    }
     return answers;
 }
 

@@ -3,15 +3,15 @@
 
 #include <cstdint>
 #include <span>
-#include <utility>
 #include <vector>
 
 namespace aioflagcx::python {
 
 enum class Mapped : int { No = 0, Readable = 1, Writable = 2 };
 
-// For each (address, size > 0), by one pass over /proc/self/maps (proc(5)): nothing is touched,
+// For each address and size > 0, by one pass over /proc/self/maps (proc(5)): nothing is touched,
 // so nothing is paged in. Throws NativeError when the file cannot be read.
-std::vector<Mapped> check_mapped(std::span<const std::pair<std::uint64_t, std::uint64_t>> ranges);
+std::vector<Mapped> check_mapped(std::span<const std::uint64_t> addrs,
+                                 std::span<const std::uint64_t> sizes);
 
 }  // namespace aioflagcx::python

@@ -95,6 +95,31 @@ async def test_the_same_again_is_the_same_region_counted(engine: Engine) -> None
     assert again is not first
 
 
+async def test_every_object_that_the_same_memory_was_given_as_is_kept(engine: Engine) -> None:
+    memory = bytearray(64)
+    arrays = [np.frombuffer(memory, np.uint8) for _ in range(2)]
+    gone = [weakref.ref(array) for array in arrays]
+    region = await engine.register(memory)
+    for _ in range(2):
+        for array in arrays:
+            assert await engine.register(array) is region
+    del array, arrays
+    for _ in range(4):
+        await engine.deregister(region)
+    gc.collect()
+    assert all(kept() is not None for kept in gone)
+    view = region.view()
+    await engine.deregister(region)
+    gc.collect()
+    assert all(kept() is not None for kept in gone)
+    with pytest.raises(BufferError):
+        memory.append(0)
+    del view
+    gc.collect()
+    assert [kept() for kept in gone] == [None, None]
+    memory.append(0)
+
+
 async def test_the_same_range_with_another_access_or_name(engine: Engine) -> None:
     memory = bytearray(64)
     await engine.register(memory, name="a")
@@ -120,7 +145,7 @@ async def test_unknown_access(engine: Engine, access: Any) -> None:
         await engine.register(bytearray(8), access=access)
 
 
-@pytest.mark.parametrize("name", ["", "n" * 1025, 5, b"name"])
+@pytest.mark.parametrize("name", ["", "n" * 1025, 5, b"name", "\ud800"])
 async def test_names_that_cannot_be(engine: Engine, name: Any) -> None:
     with pytest.raises(RegistrationError, match="name"):
         await engine.register(bytearray(8), name=name)

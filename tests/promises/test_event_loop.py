@@ -143,8 +143,8 @@ async def test_a_ticker_keeps_time_beside_the_registration_of_30000_regions(
 
     for engine in engines:
         await peer.run(connect, engine.session_id)
-    # Python's garbage collector looks at all these objects, which takes what it takes.
-    await check(report, register, best_round=0.25, any_round=1.0)
+    # Python's garbage collector may look at all objects of the process meanwhile.
+    await check(report, register, best_round=0.05)
 
 
 async def connect(host: Host, session_id: str) -> None:
