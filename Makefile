@@ -22,7 +22,7 @@ BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1
 comma := ,
 
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find native -type f -o -type d)
-CXX_FILES = $(shell find native tests/native -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell find native tests/native benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
 PY_FILES := aioflagcx $(wildcard benchmarks examples scripts tests)
 
 # TSan cannot place its shadow memory under some kernels' address randomization, so it is switched
@@ -36,11 +36,18 @@ SANITIZER_OPTIONS := \
 
 CTEST = ctest --output-on-failure --no-tests=error --parallel $(JOBS)
 
-.PHONY: help demo test sanitize lint format wheel-check clean
+# What the benchmarks compare with: programs without dependencies.
+RAW := build/raw/copy build/raw/stream
+
+# Options of benchmarks/run.py.
+BENCH ?=
+
+.PHONY: help bench demo test sanitize lint format wheel-check clean
 
 help:
 	@echo "make demo         run examples/kv_push.py"
 	@echo "make test         Python and native tests"
+	@echo "make bench        figures beside what the bare machine does; BENCH=options"
 	@echo "make sanitize     native tests under ASan+UBSan, then under TSan"
 	@echo "make lint         ruff, mypy, clang-format"
 	@echo "make format       format Python and C++ in place"
@@ -55,6 +62,13 @@ test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
 	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
 	cmake --build build/native --parallel $(JOBS)
 	$(CTEST) --test-dir build/native
+
+bench: $(DONE)/package $(RAW)
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+build/raw/%: benchmarks/raw/%.c benchmarks/raw/raw.h
+	mkdir -p build/raw
+	$(CC) -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror -o $@ $<
 
 sanitize: $(DONE)/test-system
 	cmake -S . -B build/asan -DAIOFLAGCX_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \

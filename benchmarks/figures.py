@@ -18,7 +18,7 @@ class Figure:
     """What was measured."""
 
     path: str
-    """"process" or "tcp"."""
+    """One of targets.PATHS."""
 
     case: str
     """Which size, percentile or load."""
@@ -40,10 +40,17 @@ class Figure:
     spread: tuple[float, float] = (0.0, 0.0)
     """The lowest and the highest round."""
 
+    least_ratio: float | None = None
+    """What `ratio` should be at least, where that has been said."""
+
+    most: float | None = None
+    """What `value` should be at most, where that has been said."""
+
     @classmethod
     def of(
         cls, name: str, path: str, case: str, unit: str, values: Sequence[float],
-        references: Sequence[float], reference_name: str, size: int = 0,
+        references: Sequence[float], reference_name: str, size: int = 0, *,
+        least_ratio: float | None = None, most: float | None = None,
     ) -> Figure:  # fmt: skip
         """From the values of all rounds."""
         return cls(
@@ -56,6 +63,8 @@ class Figure:
             reference_name,
             size,
             (min(values), max(values)),
+            least_ratio,
+            most,
         )
 
     @property
@@ -63,14 +72,34 @@ class Figure:
         """The value as a multiple of the reference."""
         return self.value / self.reference if self.reference else float("nan")
 
+    @property
+    def goal_met(self) -> bool | None:
+        """Whether it is as good as it should be; None where nothing has been said."""
+        if self.least_ratio is not None:
+            return self.ratio >= self.least_ratio
+        if self.most is not None:
+            return self.value <= self.most
+        return None
+
+    @property
+    def goal(self) -> str:
+        """What it should be and whether it is, for a human."""
+        if self.least_ratio is not None:
+            words = f"ratio {self.least_ratio:g} or more"
+        elif self.most is not None:
+            words = f"{self.most:g} {self.unit} or less"
+        else:
+            return ""
+        return f"{words}: {'met' if self.goal_met else 'MISSED'}"
+
     def as_json(self) -> dict[str, Any]:
         """All of it, for a machine."""
-        return {**dataclasses.asdict(self), "ratio": self.ratio}
+        return {**dataclasses.asdict(self), "ratio": self.ratio, "goal_met": self.goal_met}
 
 
 def table(figures: Sequence[Figure]) -> str:
     """For a human: a line for each figure, those of one name together."""
-    header = ("", "path", "case", "value", "lowest..highest", "reference", "ratio", "to")
+    header = ("", "path", "case", "value", "lowest..highest", "reference", "ratio", "to", "goal")
     rows = [header]
     for figure in figures:
         low, high = figure.spread
@@ -84,6 +113,7 @@ def table(figures: Sequence[Figure]) -> str:
                 f"{figure.reference:.4g}",
                 f"{figure.ratio:.3g}",
                 figure.reference_name,
+                figure.goal,
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]

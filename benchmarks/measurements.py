@@ -6,29 +6,39 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 from figures import Figure
-from references import BlockingStream, memcpy_seconds, python_loop_seconds
-from targets import Target, config, open_target
+from references import Timing, event_loop_turns, memcpy, python_loop_seconds, raw
+from targets import Target, config, open_target, ordinary_memory
 
 from aioflagcx import Engine, Session
 
-__all__ = ["MEASUREMENTS", "Setting"]
+__all__ = ["MEASUREMENTS", "OF_ALLOC", "Setting"]
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 SMALL = 4 * KiB
 PIECES = 8_192
-SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB, 256 * MiB)
-BLOCK = 32 * KiB
-LARGEST = PIECES * BLOCK  # 256 MiB
+SIZES = (4 * KiB, 64 * KiB, MiB, 4 * MiB, 16 * MiB, 256 * MiB)
+LARGEST = max(SIZES)
+BLOCKS, BLOCK = 4_096, 16 * KiB  # of a KV cache, scattered
 REGIONS = 30_000
 SESSIONS = 100
 IDLE_SECONDS = 20.0
-PERCENTILES = (50.0, 99.0, 99.9)
+PERCENTILES = {"p50": "p50", "p99": "p99", "p99.9": "p999"}
+"""By name: the attribute of a Timing."""
+
+LEAST_RATIO = {"local": 0.95, "alloc": 0.9, "tcp": 1.0}
+"""Throughput of 1 MiB and more, as a multiple of the reference's."""
+
+MOST_LATENCY = {"local": 6.0}
+"""Microseconds of the median small write."""
+
+MOST_IDLE = 0.1
+"""Per cent of a core, of one engine with SESSIONS sessions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,92 +69,126 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def connected(path: str, size: int) -> AsyncIterator[Pair]:
-    memory = np.ones(size, np.uint8)
+    memory = ordinary_memory(size)
     async with open_target(path, size) as target, Engine(config=config(path)) as engine:
         region = await engine.register(memory)
         session = await engine.connect(target.session_id)
-        assert session.path == path
+        assert (session.path,) == engine_paths(path)
         await engine.write(session, region.addr, target.address, size)
         yield Pair(engine, session, target, region.addr)
 
 
+def engine_paths(path: str) -> tuple[str, ...]:
+    """The paths that the engines may take."""
+    return config(path).soft_paths
+
+
+Reference = Callable[[int, int, float], Timing]
+"""Moves so many bytes in so many pieces, again and again, for so many seconds."""
+
+
+@contextlib.contextmanager
+def bare(path: str) -> Iterator[tuple[str, Reference]]:
+    """What moves bytes like `path` with nothing around it, and what that is called."""
+    if path == "process":
+        yield "memcpy in one thread", lambda size, _, seconds: memcpy(size, seconds)
+    elif path == "tcp":
+        with raw("stream") as stream:
+            yield "blocking stream in C", lambda size, _, seconds: stream.measure(size, seconds)
+    else:
+        method = {"local": "writev", "alloc": "memcpy"}[path]
+        with raw("copy") as copy:
+            yield (
+                {"writev": "process_vm_writev", "memcpy": "memcpy to shared memory"}[method],
+                lambda size, pieces, seconds: copy.measure(method, size, pieces, seconds),
+            )
+
+
+async def by_turns(
+    setting: Setting,
+    ours: Callable[[float], Awaitable[Timing]],
+    theirs: Callable[[float], Awaitable[Timing]],
+) -> tuple[list[Timing], list[Timing]]:
+    """Both, round by round; who is first changes, too."""
+    timings: tuple[list[Timing], list[Timing]] = ([], [])
+    for number in range(setting.rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            timings[which].append(await (ours, theirs)[which](setting.seconds))
+    return timings
+
+
+async def writes(pair: Pair, arguments: tuple[Any, Any, int], seconds: float) -> Timing:
+    """One write after the other."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < end or not times:
+        await pair.engine.write(pair.session, *arguments)
+        times.append(time.perf_counter() - started)
+    return Timing.of(times)
+
+
 async def throughput(path: str, setting: Setting) -> AsyncIterator[Figure]:
-    """One write after the other, by size; and the scattered pieces of a KV cache in one."""
-    stream = BlockingStream(LARGEST) if path == "tcp" else None
-    reference_name = "one blocking socket stream" if stream else "memcpy in one thread"
-    reference = stream.seconds if stream else memcpy_seconds
-    places = np.random.default_rng(0).permutation(PIECES).astype(np.int64) * BLOCK
-    try:
+    """One write after the other, by size; and the scattered blocks of a KV cache in one."""
+    places = np.random.default_rng(0).permutation(BLOCKS).astype(np.int64) * BLOCK
+    with bare(path) as (reference_name, reference):
         async with connected(path, LARGEST) as pair:
             for size in (*SIZES, None):
-                total = size or LARGEST
+                total, pieces = (size, 1) if size else (BLOCKS * BLOCK, BLOCKS)
                 source, target = pair.source, pair.target.address
-                arguments: tuple[Any, Any, int]
+                arguments: tuple[Any, Any, int] = (source, target, total)
                 if size is None:
                     arguments = (source + places, target + places[::-1], BLOCK)
-                else:
-                    arguments = (source, target, size)
-                ours, theirs = [], []
-                for _ in range(setting.rounds):
-                    count, started = 0, time.perf_counter()
-                    while (elapsed := time.perf_counter() - started) < setting.seconds:
-                        await pair.engine.write(pair.session, *arguments)
-                        count += 1
-                    ours.append(count * total / elapsed / GiB)
-                    theirs.append(count * total / reference(total, count) / GiB)
-                case = f"{PIECES:,} x {size_name(BLOCK)}" if size is None else size_name(total)
-                yield Figure.of(
-                    "throughput", path, case, "GiB/s", ours, theirs, reference_name, size or 0
+
+                async def ours(seconds: float, arguments: Any = arguments) -> Timing:
+                    return await writes(pair, arguments, seconds)
+
+                async def theirs(
+                    seconds: float, total: int = total, pieces: int = pieces
+                ) -> Timing:
+                    return reference(total, pieces, seconds)
+
+                our_rates, their_rates = (
+                    [one.count * total / one.seconds / GiB for one in timings]
+                    for timings in await by_turns(setting, ours, theirs)
                 )
-    finally:
-        if stream:
-            stream.close()
+                yield Figure.of(
+                    "throughput",
+                    path,
+                    size_name(size) if size else f"{BLOCKS:,} x {size_name(BLOCK)}",
+                    "GiB/s",
+                    our_rates,
+                    their_rates,
+                    reference_name,
+                    size or 0,
+                    least_ratio=LEAST_RATIO.get(path) if total >= MiB else None,
+                )
 
 
 async def latency(path: str, setting: Setting) -> AsyncIterator[Figure]:
     """Of small writes, one after the other."""
-    stream = BlockingStream(MiB) if path == "tcp" else None
-    ours: list[list[float]] = []
-    theirs: list[list[float]] = []
-    try:
+    with bare(path) as (reference_name, reference):
         async with connected(path, MiB) as pair:
-            for _ in range(setting.rounds):
-                times = []
-                end = time.perf_counter() + setting.seconds
-                while (started := time.perf_counter()) < end:
-                    await pair.engine.write(pair.session, pair.source, pair.target.address, SMALL)
-                    times.append(time.perf_counter() - started)
-                ours.append(times)
-                if stream:
-                    theirs.append(stream.each(SMALL, len(times)))
-                else:
-                    theirs.append(await event_loop_turns(len(times)))
-    finally:
-        if stream:
-            stream.close()
-    for percent in PERCENTILES:
+
+            async def ours(seconds: float) -> Timing:
+                return await writes(pair, (pair.source, pair.target.address, SMALL), seconds)
+
+            async def theirs(seconds: float) -> Timing:
+                if path == "process":
+                    return await event_loop_turns(seconds)
+                return reference(SMALL, 1, seconds)
+
+            our_timings, their_timings = await by_turns(setting, ours, theirs)
+    for name, attribute in PERCENTILES.items():
         yield Figure.of(
             f"latency of {size_name(SMALL)} writes",
             path,
-            f"p{percent:g}",
+            name,
             "us",
-            [float(np.percentile(times, percent)) * 1e6 for times in ours],
-            [float(np.percentile(times, percent)) * 1e6 for times in theirs],
-            "blocking socket there and back" if stream else "call_soon and back",
+            [getattr(one, attribute) * 1e6 for one in our_timings],
+            [getattr(one, attribute) * 1e6 for one in their_timings],
+            "call_soon and back" if path == "process" else reference_name,
+            most=MOST_LATENCY.get(path) if name == "p50" else None,
         )
-
-
-async def event_loop_turns(count: int) -> list[float]:
-    """Seconds that the event loop takes to resolve a future: the least any await can take."""
-    loop = asyncio.get_running_loop()
-    times = []
-    for _ in range(count):
-        started = time.perf_counter()
-        future = loop.create_future()
-        loop.call_soon(future.set_result, None)
-        await future
-        times.append(time.perf_counter() - started)
-    return times
 
 
 async def submit_cost(path: str, setting: Setting) -> AsyncIterator[Figure]:
@@ -165,11 +209,11 @@ async def submit_cost(path: str, setting: Setting) -> AsyncIterator[Figure]:
                 await transfer
             ours.append(times)
             theirs.append(python_loop_seconds([source, target, lens]) * 1e6)
-    for percent in PERCENTILES[:2]:
+    for percent in (50, 99):
         yield Figure.of(
             f"submit of {PIECES:,} pieces",
             path,
-            f"p{percent:g}",
+            f"p{percent}",
             "us",
             [float(np.percentile(times, percent)) * 1e6 for times in ours],
             theirs,
@@ -294,13 +338,16 @@ async def idle_cpu(path: str, setting: Setting) -> AsyncIterator[Figure]:
         if path == "process":  # and in one process, so that they cannot be told apart
             yield _idle("CPU of both ends", path, case, sum(used), sum(alone))
         else:
-            yield _idle("CPU of an idle engine", path, case, used[0], alone[0])
+            yield _idle("CPU of an idle engine", path, case, used[0], alone[0], most=MOST_IDLE)
             name = f"CPU of the {SESSIONS} at the other ends"
             yield _idle(name, path, case, used[1], alone[1])
 
 
-def _idle(name: str, path: str, case: str, value: float, reference: float) -> Figure:
-    return Figure.of(name, path, case, "% of a core", [value], [reference], "without sessions")
+def _idle(
+    name: str, path: str, case: str, value: float, reference: float, most: float | None = None
+) -> Figure:
+    unit = "% of a core"
+    return Figure.of(name, path, case, unit, [value], [reference], "without sessions", most=most)
 
 
 MEASUREMENTS: dict[str, Callable[[str, Setting], AsyncIterator[Figure]]] = {
@@ -311,3 +358,6 @@ MEASUREMENTS: dict[str, Callable[[str, Setting], AsyncIterator[Figure]]] = {
     "idle": idle_cpu,
 }
 """By the names that --only takes."""
+
+OF_ALLOC = ("throughput", "latency")
+"""Of these, those that `alloc` is of interest for; the others are what they are for `local`."""

@@ -2,28 +2,98 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import socket
-import struct
+import asyncio
+import dataclasses
+import json
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockingStream", "memcpy_seconds", "python_loop_seconds"]
+__all__ = ["RAW", "Timing", "event_loop_turns", "memcpy", "python_loop_seconds", "raw"]
 
-_SIZE = struct.Struct("<Q")
+RAW = Path(__file__).parent.parent / "build/raw"
+"""Where ``make build/raw/NAME`` puts the programs of benchmarks/raw."""
 
 
-def memcpy_seconds(size: int, count: int) -> float:
-    """Seconds that one thread takes to copy `size` bytes `count` times, in buffers it knows."""
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Of the same thing done a number of times, one after the other; all in seconds."""
+
+    count: int
+    seconds: float
+    """Of all of them."""
+    p50: float
+    p99: float
+    p999: float
+
+    @classmethod
+    def of(cls, times: list[float]) -> Timing:
+        """From the seconds that each took."""
+        p50, p99, p999 = np.percentile(times, [50, 99, 99.9]).tolist()
+        return cls(len(times), sum(times), p50, p99, p999)
+
+
+class Raw:
+    """A program of benchmarks/raw, which measures when it is told to; made by :func:`raw`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def measure(self, *order: object) -> Timing:
+        """What the program's source says of orders; waits for it without giving way."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join(map(str, order)) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self._process.args!r} ended with status {self._process.wait()}")
+        return Timing(**json.loads(answer))
+
+
+@contextmanager
+def raw(name: str) -> Iterator[Raw]:
+    """The program ``name`` of benchmarks/raw, for the time of a ``with`` block."""
+    program = RAW / name
+    if not program.exists():
+        raise FileNotFoundError(f"{program} is not built: run `make build/raw/{name}`")
+    with subprocess.Popen(
+        [program, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Raw(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()  # it ends then
+
+
+def memcpy(size: int, seconds: float) -> Timing:
+    """One thread copies `size` bytes again and again, between two buffers that it knows."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     np.copyto(target, source)
-    started = time.perf_counter()
-    for _ in range(count):
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < end or not times:
         np.copyto(target, source)
-    return time.perf_counter() - started
+        times.append(time.perf_counter() - started)
+    return Timing.of(times)
+
+
+async def event_loop_turns(seconds: float) -> Timing:
+    """The event loop resolves a future: the least that any await can take."""
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < end:
+        future = loop.create_future()
+        loop.call_soon(future.set_result, None)
+        await future
+        times.append(time.perf_counter() - started)
+    return Timing.of(times)
 
 
 def python_loop_seconds(arrays: list[npt.NDArray[np.int64]]) -> float:
@@ -32,55 +102,3 @@ def python_loop_seconds(arrays: list[npt.NDArray[np.int64]]) -> float:
     for _ in zip(*arrays, strict=True):
         pass
     return time.perf_counter() - started
-
-
-class BlockingStream:
-    """One TCP stream between two processes with blocking calls, and nothing around it.
-
-    A message is its size, its bytes, and one byte back when all have been received.
-    """
-
-    def __init__(self, largest: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        port, child_port = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(child_port, largest), daemon=True)
-        self._process.start()
-        self._socket = socket.create_connection(("127.0.0.1", port.recv()))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._source = memoryview(np.ones(largest, np.uint8))
-        self.seconds(largest, 1)
-
-    def seconds(self, size: int, count: int) -> float:
-        """Seconds that `count` messages of `size` bytes take, one after the other."""
-        return sum(self.each(size, count))
-
-    def each(self, size: int, count: int) -> list[float]:
-        """Seconds that each of `count` messages takes."""
-        header, data = _SIZE.pack(size), self._source[:size]
-        times = []
-        for _ in range(count):
-            started = time.perf_counter()
-            self._socket.sendall(header)
-            self._socket.sendall(data)
-            self._socket.recv(1)
-            times.append(time.perf_counter() - started)
-        return times
-
-    def close(self) -> None:
-        """End the other process."""
-        self._socket.close()
-        self._process.join()
-
-
-def _serve(port: multiprocessing.connection.Connection, largest: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port.send(server.getsockname()[1])
-        connection, _ = server.accept()
-    with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        target = memoryview(np.zeros(largest, np.uint8))
-        while header := connection.recv(_SIZE.size, socket.MSG_WAITALL):
-            (left,) = _SIZE.unpack(header)
-            while left:
-                left -= connection.recv_into(target[:left])
-            connection.sendall(b"\0")

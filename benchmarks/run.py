@@ -1,13 +1,16 @@
 """Measures the soft device's paths, each figure beside a reference in the same run.
 
-    python benchmarks/run.py                                 # a table, in about four minutes
+    make bench                                               # a table, in about six minutes
     python benchmarks/run.py --only latency,ticker --paths tcp
     python benchmarks/run.py --json figures.json --plot throughput.png
 
-A machine's own speed, and what else it does, cancel out in the ratios; the absolute values do not
-mean much on another machine. `process` is a target engine in the same process, compared with
-memcpy; `tcp` is one in another process, compared with one blocking stream of a plain TCP program.
-The bar needs tqdm, --plot needs matplotlib.
+A machine's own speed cancels out in the ratios; the absolute values do not mean much on another
+machine. What else it does cancels out only partly: an engine has more threads than a reference, so
+a busy machine flatters it. `process` is a target engine in the same process, compared with memcpy.
+The others are in another process: `local` is compared with process_vm_writev into ordinary memory,
+`alloc`, into memory that the target's engine owns, with memcpy to shared memory, `tcp` with one
+blocking stream: each a small C program, see benchmarks/raw. The goals are for a machine with idle
+cores. The bar needs tqdm, --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 from pathlib import Path
 
 from figures import Figure, plot, table
-from measurements import MEASUREMENTS, Setting
+from measurements import MEASUREMENTS, OF_ALLOC, Setting
 from targets import PATHS
 
 import aioflagcx
@@ -32,9 +35,9 @@ def main() -> None:
     )
     parser.add_argument("--only", default=",".join(MEASUREMENTS), help="default: %(default)s")
     parser.add_argument("--paths", default=",".join(PATHS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="of a round; default: %(default)s"
+        "--seconds", type=float, default=0.2, help="of a round; default: %(default)s"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
     parser.add_argument("--plot", metavar="FILE", help="draw throughput by size there")
@@ -45,7 +48,10 @@ def main() -> None:
             parser.error(f"no such {what}: {', '.join(sorted(unknown))}")
 
     setting = Setting(arguments.rounds, arguments.seconds)
-    figures = aioflagcx.run(measure(names, paths, setting))
+    try:
+        figures = aioflagcx.run(measure(names, paths, setting))
+    except FileNotFoundError as error:
+        sys.exit(f"run.py: {error}")
     if arguments.json != "-":
         print(table(figures))
     if arguments.json:
@@ -69,7 +75,9 @@ def main() -> None:
 async def measure(names: list[str], paths: list[str], setting: Setting) -> list[Figure]:
     """All figures, while a bar shows what is being measured."""
     figures = []
-    steps = [(name, path) for name in names for path in paths]
+    steps = [
+        (name, path) for name in names for path in paths if path != "alloc" or name in OF_ALLOC
+    ]
     with Steps(len(steps)) as progress:
         for name, path in steps:
             progress.begin(f"{name}, {path}")

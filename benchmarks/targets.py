@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import time
@@ -17,9 +18,10 @@ import numpy.typing as npt
 import aioflagcx
 from aioflagcx import Config, Engine
 
-__all__ = ["PATHS", "Target", "open_target"]
+__all__ = ["PATHS", "Target", "config", "open_target", "ordinary_memory"]
 
-PATHS = ("process", "tcp")
+PATHS = ("process", "local", "alloc", "tcp")
+"""Paths of the soft device; "alloc" is `local` into memory that the target's engine owns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ async def open_target(path: str, size: int, regions: int = 1) -> AsyncIterator[T
     """A target with `size` bytes in `regions` equal regions, reached by `path`."""
     if path == "process":
         async with Engine(config=config(path)) as engine:
-            yield Target(engine.session_id, await _register(engine, size, regions), engine)
+            yield Target(engine.session_id, await _register(engine, path, size, regions), engine)
         return
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -73,7 +75,15 @@ async def open_target(path: str, size: int, regions: int = 1) -> AsyncIterator[T
 
 def config(path: str) -> Config:
     """Defaults, with one path alone."""
-    return Config(soft_paths=(path,))
+    return Config(soft_paths=("local" if path == "alloc" else path,))
+
+
+def ordinary_memory(size: int) -> npt.NDArray[np.uint8]:
+    """As the programs in raw/ take it: no huge pages are asked for, and every page is there."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.uint8)
+    array[:] = 1
+    return array
 
 
 async def _connect(engine: Engine, session_ids: Sequence[str]) -> None:
@@ -81,9 +91,13 @@ async def _connect(engine: Engine, session_ids: Sequence[str]) -> None:
         await engine.connect(session_id)
 
 
-async def _register(engine: Engine, size: int, regions: int) -> int:
-    memory: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
-    memory[::4096] = 1  # no page is touched for the first time while something is measured
+async def _register(engine: Engine, path: str, size: int, regions: int) -> int:
+    if path == "alloc":
+        assert regions == 1
+        region = await engine.alloc(size)
+        region.numpy()[:] = 1
+        return region.addr
+    memory = ordinary_memory(size)
     part = size // regions
     await engine.register_many([memory[i * part : (i + 1) * part] for i in range(regions)])
     return memory.ctypes.data
@@ -92,7 +106,7 @@ async def _register(engine: Engine, size: int, regions: int) -> int:
 def _main(pipe: multiprocessing.connection.Connection, path: str, size: int, regions: int) -> None:
     async def serve() -> None:
         async with Engine(config=config(path)) as engine:
-            pipe.send((engine.session_id, await _register(engine, size, regions)))
+            pipe.send((engine.session_id, await _register(engine, path, size, regions)))
             with contextlib.suppress(EOFError):
                 while True:
                     await _connect(engine, await asyncio.to_thread(pipe.recv) or ())
