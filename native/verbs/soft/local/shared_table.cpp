@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <new>
+#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -82,8 +82,10 @@ bool LocalGuest::uses(std::uint32_t key) const noexcept {
 }
 
 bool LocalGuest::ended() const noexcept {
-    pollfd entry{process_.get(), POLLIN, 0};
-    return ::poll(&entry, 1, 0) == 1;
+    // The connection ends with the process's last thread, or when it becomes another program by
+    // execve(2), which ends its other threads and their copies first.
+    pollfd entries[] = {{process_.get(), POLLIN, 0}, {control_.get(), 0, 0}};
+    return ::poll(entries, std::size(entries), 0) > 0;
 }
 
 bool LocalGuest::wait_idle(Deadline deadline) const {
