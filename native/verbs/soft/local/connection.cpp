@@ -120,6 +120,7 @@ void Connection::open(const Token& socket, const Token& responder, const Token& 
     stream_ = std::move(files[2]);
     gate_ = message.gate;
     ticket_ = message.ticket;
+    same_ids_ = message.pid == ::getpid();
     table_name_ = message.target;
 }
 
