@@ -36,6 +36,7 @@ import numpy as np
 from aiohttp import web
 
 from aioflagcx import Engine
+from aioflagcx.errors import QuiesceTimeout
 
 from . import model
 from .blocks import BlockPool
@@ -213,9 +214,15 @@ class DecodeServer:
             while not self._unknown.empty():
                 grants.append(self._unknown.get_nowait())
             for engine in {grant.engine for grant in grants}:
-                await self._engine.quiesce(engine)
-            for grant in grants:
-                self._end(grant, "fenced")
+                theirs = [grant for grant in grants if grant.engine == engine]
+                try:
+                    await self._engine.quiesce(engine)
+                except QuiesceTimeout:  # stopped in the middle of a copy, on this host: once more
+                    for grant in theirs:
+                        self._unknown.put_nowait(grant)
+                else:
+                    for grant in theirs:
+                        self._end(grant, "fenced")
 
     def _end(self, grant: Grant, how: str) -> None:
         del self._grants[grant.id]

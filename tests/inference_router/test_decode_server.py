@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from aioflagcx import Engine
+from aioflagcx.errors import QuiesceTimeout
 from inference import decode, model
 from inference.decode import DecodeServer
 from inference.model import PagedCache
@@ -192,6 +193,26 @@ async def test_an_engine_whose_write_has_an_unknown_end_is_fenced_off_first(
     assert (await setting.until_free(BLOCKS))["ends"] == {"fenced": 1}
     assert fenced == [(setting.writer.engine.engine_id, 1)]
     assert not session.alive
+
+
+async def test_blocks_stay_out_of_use_until_a_fence_succeeds(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiesce = setting.engine.quiesce
+    free_at_failure: list[int] = []
+
+    async def at_the_third_time(peer: str) -> None:
+        if len(free_at_failure) < 2:
+            free_at_failure.append((await setting.health())["free"])
+            raise QuiesceTimeout("stopped in a copy")
+        await quiesce(peer)
+
+    monkeypatch.setattr(setting.engine, "quiesce", at_the_third_time)
+    async with setting.asked() as messages:
+        await anext(messages)
+    setting.writer.say(quiet=False)
+    assert (await setting.until_free(BLOCKS))["ends"] == {"fenced": 1}
+    assert free_at_failure == [1, 1]
 
 
 async def test_blocks_stay_out_of_use_while_prefill_does_not_answer(
