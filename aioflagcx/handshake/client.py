@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 
 from ..errors import (
     AioFlagcxError,
@@ -18,6 +17,7 @@ from .authentication import Identity, Initiator
 from .connection import ControlConnection
 from .handler import CloseReason, Handler
 from .limits import Limits
+from .resolving import resolve
 
 __all__ = ["open_connection"]
 
@@ -118,7 +118,7 @@ class _Attempt:
         """TCP connect to the first of the host's addresses that accepts."""
         loop = asyncio.get_running_loop()
         try:
-            addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            addresses = await resolve(self._host, self._port)
         except (OSError, UnicodeError) as error:
             raise HostUnreachable(
                 f"cannot resolve the host of {self.peer}: correct the session id or DNS",
@@ -127,10 +127,10 @@ class _Attempt:
             ) from error
         self.stage = "the host does not answer, check that it is up and the firewall between"
         failure: AioFlagcxError | None = None
-        for family, _, _, _, address in addresses:
+        for family, address in addresses:
             try:
                 _, connection = await loop.create_connection(
-                    self._new_connection, str(address[0]), self._port, family=family
+                    self._new_connection, address, self._port, family=family
                 )
             except OSError as error:
                 # An address that refuses tells more than one without a route.

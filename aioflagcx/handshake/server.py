@@ -12,6 +12,7 @@ from .authentication import Identity, Responder
 from .connection import ControlConnection
 from .handler import CloseReason, Handler
 from .limits import Limits
+from .resolving import resolve
 
 __all__ = ["HandshakeServer"]
 
@@ -64,19 +65,15 @@ class HandshakeServer:
         loop = asyncio.get_running_loop()
         try:
             # One address only: with port 0, each of several would get a port of its own.
-            family, _, _, _, address = (
-                await loop.getaddrinfo(
-                    self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            family, address = (await resolve(self._host, self._port, flags=socket.AI_PASSIVE))[0]
+            listener = _bound_socket(family, address, self._port)
+            try:
+                self._server = await loop.create_server(
+                    self._new_connection, sock=listener, backlog=1024, start_serving=False
                 )
-            )[0]
-            self._server = await loop.create_server(
-                self._new_connection,
-                str(address[0]),
-                self._port,
-                family=family,
-                backlog=1024,
-                start_serving=False,
-            )
+            except BaseException:
+                listener.close()
+                raise
         except (OSError, UnicodeError) as error:
             where = format_address(self._host, self._port)
             raise ConfigError(
@@ -135,3 +132,17 @@ class HandshakeServer:
         reason = connection.closed.result()
         if connection.established.exception() is not None or reason.kind in ("protocol", "unread"):
             logger.info("%s: connection ended: %s", connection.peer, reason)
+
+
+def _bound_socket(family: int, address: str, port: int) -> socket.socket:
+    """As the loop's create_server() would make it, which resolves numeric addresses, too."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((address, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
