@@ -23,16 +23,26 @@ cores, and a bound, so that a hundred peers connecting do not become a hundred t
 class NativeThreads:
     """An executor whose calls are never left behind.
 
+    At the end of the interpreter, when executors take nothing any more, calls block the event loop
+    instead: an engine that is still open must be able to close.
+
     Cancelling :meth:`run` takes effect when the call has returned, since native objects must
     not be freed under it; calls are bounded in time by their own arguments.
     """
 
     def __init__(self, name: str) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(_MAX_THREADS, name)
+        self._closed = False
 
     async def run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call it on a thread; a call that no thread has begun yet can be cancelled."""
-        call_future = self._executor.submit(call, *args, **kwargs)
+        try:
+            call_future = self._executor.submit(call, *args, **kwargs)
+        except RuntimeError:
+            if self._closed:
+                raise
+            await asyncio.sleep(0)  # callers in a loop must leave the others their turns
+            return call(*args, **kwargs)
         waiter = asyncio.wrap_future(call_future)
         try:
             await asyncio.wait((waiter,))
@@ -46,8 +56,14 @@ class NativeThreads:
 
     def submit(self, call: Callable[[], object]) -> None:
         """Call it on a thread, with nobody waiting; works without a loop."""
-        self._executor.submit(call)
+        try:
+            self._executor.submit(call)
+        except RuntimeError:
+            if self._closed:
+                raise
+            call()
 
     def close(self) -> None:
         """No new calls; the threads end once those under way have returned. Does not block."""
+        self._closed = True
         self._executor.shutdown(wait=False)
