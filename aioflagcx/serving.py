@@ -32,6 +32,9 @@ _FENCE_TIMEOUT = 1.0
 """Seconds a peer that asks for a fence may take to finish the copy it is inside of: a thousand
 times more than it needs."""
 
+_COPY_TIME = 0.25
+"""Seconds that one copy of a peer on this host takes at most, unless the peer is stopped."""
+
 _LONGEST_NAP = 0.05
 """Seconds between two looks whether a peer is through with its copy."""
 
@@ -234,7 +237,7 @@ class Serving:
 
     async def _dismiss(self, guest: Guest) -> None:
         """Fence a peer that is gone; one that is stopped is kept in mind."""
-        if not await guest.leave():
+        if not await guest.leave(_COPY_TIME):
             self._stopped.add(guest)
             _logger.warning(
                 "%s was stopped while it copied: it may write on, into what it was writing to, "
