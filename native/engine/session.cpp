@@ -213,7 +213,7 @@ std::shared_ptr<const RemoteTable> Session::table() {
 std::uint64_t Session::generation() { return table()->data().generation; }
 
 std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id, std::uint32_t imm,
-                                              bool now) {
+                                              bool now, std::shared_ptr<Waiter> waiter) {
     const std::shared_ptr<const RemoteTable> remote = table();
     std::vector<Piece> pieces = request.resolve(*remote);
     if (now && imm == 0 && request.bytes_total() <= kNowBytes) {
@@ -221,11 +221,13 @@ std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id
         if (lane && lane->try_now(request.op(), pieces, *remote)) {
             queue_.done_now(request.op(), request.bytes_total());
             request.release();
+            if (waiter) waiter->open();
             return nullptr;
         }
     }
     auto task = std::make_shared<TransferTask>(id, request.op(), imm, std::move(pieces),
                                                request.take_uses(), remote, request.bytes_total());
+    task->waiter = std::move(waiter);
     if (!queue_.submit(task)) {
         request.return_uses(std::move(task->uses));
         throw NativeError("submit", 0, "session to " + peer_ + " is lost");

@@ -51,9 +51,12 @@ class Session : public std::enable_shared_from_this<Session> {
     std::uint64_t generation();
 
     // The request is spent unless this throws. std::invalid_argument if it is already. Null when
-    // the transfer is done: `now` asks for that where it takes no waiting and little time.
+    // the transfer is done: `now` asks for that where it takes no waiting and little time. With a
+    // waiter, success opens it instead of being reported.
     std::shared_ptr<TransferTask> submit(Request& request, std::uint64_t id, std::uint32_t imm,
-                                         bool now = false);
+                                         bool now = false,
+                                         std::shared_ptr<Waiter> waiter = nullptr);
+    std::shared_ptr<TransferTask> take_back(Waiter& waiter) { return queue_.take_back(waiter); }
     void cancel(TransferTask& task) { queue_.cancel(task); }
     void abort(const std::shared_ptr<TransferTask>& task);
     void fenced(std::uint64_t attempt) { queue_.fenced(attempt); }

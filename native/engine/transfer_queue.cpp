@@ -41,6 +41,11 @@ bool Cause::transport() const noexcept {
 bool TransferQueue::submit(const Task& task) {
     const std::lock_guard lock(mutex_);
     if (lost_) return false;
+    if (task->waiter) {
+        if (task->waiter->stage_ != Waiter::Stage::Fresh) return false;
+        task->waiter->stage_ = Waiter::Stage::Submitted;
+        task->waiter->task_ = task;
+    }
     add(stats_.transfers_submitted);
     add(stats_.transfers_inflight);
     tasks_.emplace(task.get(), task);
@@ -285,6 +290,25 @@ void TransferQueue::cancel(TransferTask& task) {
     maybe_finish(held);
 }
 
+std::shared_ptr<TransferTask> TransferQueue::take_back(Waiter& waiter) {
+    const std::lock_guard lock(mutex_);
+    switch (waiter.stage_) {
+        case Waiter::Stage::Submitted:
+            waiter.stage_ = Waiter::Stage::OnRing;
+            waiter.task_->waiter.reset();
+            return waiter.task_;
+        case Waiter::Stage::OnRing:
+            return waiter.task_;
+        case Waiter::Stage::Fresh:
+            waiter.stage_ = Waiter::Stage::Refused;
+            return nullptr;
+        case Waiter::Stage::Landed:
+        case Waiter::Stage::Refused:
+            return nullptr;
+    }
+    return nullptr;
+}
+
 void TransferQueue::lose() {
     const std::lock_guard lock(mutex_);
     lost_ = true;
@@ -347,13 +371,20 @@ void TransferQueue::finish(const Task& task) {
     sub(stats_.transfers_inflight);
     const Task held = task;  // `task` may be the map's own reference
     tasks_.erase(held.get());
+    const std::shared_ptr<Waiter> waiter = std::move(held->waiter);  // until it has been opened
     if (held->dropped) {
+        if (waiter) waiter->stage_ = Waiter::Stage::OnRing;
         add(stats_.transfers_failed);
         held->failure.id = held->id;
         ring_.push(std::move(held->failure));
     } else {
         add(stats_.transfers_done);
-        ring_.push_done(held->id);
+        if (waiter) {
+            waiter->stage_ = Waiter::Stage::Landed;
+            waiter->open();
+        } else {
+            ring_.push_done(held->id);
+        }
     }
 }
 

@@ -39,7 +39,8 @@ class TransferQueue {
                   std::uint32_t retry_count)
         : ring_(ring), stats_(stats), slice_size_(slice_size), retry_count_(retry_count) {}
 
-    // False once lost. A task without data and immediate finishes at once.
+    // False once lost, and for a task whose waiter was taken back. A task without data and
+    // immediate finishes at once.
     bool submit(const std::shared_ptr<TransferTask>& task);
 
     // A lane that has nothing of any transfer to do, or null.
@@ -67,6 +68,9 @@ class TransferQueue {
     void fenced(std::uint64_t attempt);
 
     void cancel(TransferTask& task);
+    // From now on the ring tells how the waiter's task ends, or has done so already. Null when it
+    // has landed, or was not submitted, which is refused from now on.
+    std::shared_ptr<TransferTask> take_back(Waiter& waiter);
     // Nothing can be transferred any more.
     void lose();
 

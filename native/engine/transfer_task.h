@@ -9,6 +9,7 @@
 
 #include "engine/event_ring.h"
 #include "engine/request.h"
+#include "engine/waiter.h"
 
 namespace aioflagcx::engine {
 
@@ -48,6 +49,8 @@ class TransferTask {
     std::atomic<std::uint32_t> imm_count{0};
 
     RegionUses uses;  // released when finished
+    // Where a thread waits for its success; null: that goes to the event ring, as failure does.
+    std::shared_ptr<Waiter> waiter;
 
     // The cursor: slices not cut yet.
     std::size_t next_piece = 0;

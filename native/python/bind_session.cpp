@@ -1,8 +1,11 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
@@ -10,12 +13,14 @@
 #include "engine/transfer_engine.h"
 #include "python/bind_engine.h"
 #include "python/convert.h"
+#include "python/without_gil.h"
 
 namespace aioflagcx::python {
 
 using engine::Request;
 using engine::Session;
 using engine::TransferTask;
+using engine::Waiter;
 
 namespace {
 
@@ -33,18 +38,42 @@ std::unique_ptr<Request> make_request(engine::TransferEngine& owner, int op, con
     const engine::IntArray locals = int_array(local, "local");
     const engine::IntArray remotes = int_array(remote, "remote");
     const engine::IntArray lengths = int_array(lens, "lens");
-    const py::gil_scoped_release release;
-    owner.check_open();
-    return std::make_unique<Request>(owner.regions(), static_cast<engine::Op>(op), locals, remotes,
-                                     lengths);
+    return without_gil([&] {
+        owner.check_open();
+        return std::make_unique<Request>(owner.regions(), static_cast<engine::Op>(op), locals,
+                                         remotes, lengths);
+    });
 }
 
 std::optional<Task> submit(const std::shared_ptr<Session>& self, Request& request, std::uint64_t id,
-                           std::uint32_t imm, bool now) {
-    const py::gil_scoped_release release;
-    auto task = self->submit(request, id, imm, now);
+                           std::uint32_t imm, bool now, const std::shared_ptr<Waiter>& waiter) {
+    auto task = without_gil([&] { return self->submit(request, id, imm, now, waiter); });
     if (!task) return std::nullopt;
     return Task{self, std::move(task)};
+}
+
+std::optional<Task> take_back(const std::shared_ptr<Session>& self, Waiter& waiter) {
+    const py::gil_scoped_release release;
+    auto task = self->take_back(waiter);
+    if (!task) return std::nullopt;
+    return Task{self, std::move(task)};
+}
+
+// A signal may be handled by another thread, or be one that Python makes up itself
+// (_thread.interrupt_main): how long it then takes until it is seen.
+constexpr std::chrono::milliseconds kSignalLook{100};
+
+bool wait(Waiter& self, std::optional<double> timeout, bool signals) {
+    if (self.is_open()) return true;
+    const verbs::Deadline deadline = timeout ? deadline_after(*timeout) : verbs::Deadline::max();
+    for (;;) {
+        if (without_gil(
+                [&] { return self.wait(std::min(deadline, verbs::Clock::now() + kSignalLook)); })) {
+            return true;
+        }
+        if (signals && PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (verbs::Clock::now() >= deadline) return self.is_open();
+    }
 }
 
 py::object record_object(const engine::RemoteTable& table, const engine::TableRecord* record) {
@@ -120,6 +149,13 @@ void bind_session(py::module_& module) {
         .def_property_readonly("pieces", &Request::pieces)
         .def("release", &Request::release, py::call_guard<py::gil_scoped_release>());
 
+    py::class_<Waiter, std::shared_ptr<Waiter>>(module, "Waiter")
+        .def(py::init<>())
+        .def_property_readonly("is_open", &Waiter::is_open)
+        .def("open", &Waiter::open)
+        .def("wait", &wait, py::arg("timeout") = py::none(), py::kw_only(),
+             py::arg("signals") = true);
+
     py::class_<Task>(module, "Task")
         .def_property_readonly("bytes_total", [](const Task& t) { return t.task->bytes_total; })
         .def_property_readonly("bytes_done",
@@ -147,7 +183,8 @@ void bind_session(py::module_& module) {
         .def("region_at", &region_at, py::arg("index"))
         .def("names", &names)
         .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0,
-             py::arg("now") = false)
+             py::arg("now") = false, py::arg("waiter") = py::none())
+        .def("take_back", &take_back, py::arg("waiter"))
         .def("fenced", &Session::fenced, py::arg("attempt"),
              py::call_guard<py::gil_scoped_release>())
         .def("fail", &Session::fail, py::call_guard<py::gil_scoped_release>())

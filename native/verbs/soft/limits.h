@@ -17,8 +17,8 @@ inline constexpr std::uint32_t kMaxCqe = 1U << 22;
 inline constexpr std::uint64_t kMaxMrSize = std::uint64_t{1} << 63;
 // Bytes of one request: InfiniBand's own limit is 2^31.
 inline constexpr std::uint32_t kMaxMessage = 0x7fffffff;
-// Worker threads it asks for, on a machine with as many cores: each copies at the speed of one
-// core, and a few of them at that of the memory.
+// Worker threads it asks for, on a machine with as many cores: each copies at the speed of one core,
+// and a few of them at that of the memory.
 inline constexpr std::uint32_t kMaxWorkers = 4;
 
 // ---- Process path ----------------------------------------------------------------------------
@@ -39,15 +39,10 @@ inline constexpr std::size_t kAnnouncedKeys = 64;
 // (about 0.4 ms), and is large enough that the call itself costs nothing. IOV_MAX is 1,024.
 inline constexpr std::size_t kCallBytes = std::size_t{4} << 20;
 inline constexpr std::size_t kCallPieces = 1024;
-// Bytes of one step of a copy to mapped memory: some 5 us.
-inline constexpr std::size_t kGuardedBytes = std::size_t{1} << 16;
 // How a thread waits for a process that is inside a copy: looks, then naps that grow.
 inline constexpr int kLooks = 200;
 inline constexpr std::chrono::microseconds kFirstNap{20};
 inline constexpr std::chrono::microseconds kLongestNap{1000};
-// How long a thread must be seen to be stopped: far longer than it takes to leave its processor
-// after it has said so.
-inline constexpr std::chrono::milliseconds kStoppedFor{5};
 
 // ---- TCP path --------------------------------------------------------------------------------
 

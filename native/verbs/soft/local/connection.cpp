@@ -120,7 +120,6 @@ void Connection::open(const Token& socket, const Token& responder, const Token& 
     stream_ = std::move(files[2]);
     gate_ = message.gate;
     ticket_ = message.ticket;
-    same_ids_ = message.pid == ::getpid();
     table_name_ = message.target;
 }
 
@@ -209,10 +208,9 @@ void Connection::take_lent(std::uint32_t key, std::uint64_t offset, UniqueFd fil
     // Still the same region, so what was read of it is its own.
     if (entry.tag.load(std::memory_order_seq_cst) != open_tag(key)) return;
     try {
-        // All of it, as huge pages are unmapped as a whole only.
-        const std::size_t size = require_fixed_size(file.get(), offset + length);
+        require_fixed_size(file.get(), offset + length);
         window->second.mapping = SharedMappings::process().get(table_name_, key, [&] {
-            return std::make_shared<Mapping>(file.get(), size, writable);
+            return std::make_shared<Mapping>(file.get(), offset + length, writable);
         });
         window->second.base = static_cast<std::uint8_t*>(window->second.mapping->get()) + offset;
     } catch (const NativeError&) {

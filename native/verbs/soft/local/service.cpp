@@ -58,7 +58,6 @@ bool send_opened(const LocalGuest& guest, int stream) {
     message.target = guest.table().name();
     message.nonce = process_nonce();
     message.nonce_addr = reinterpret_cast<std::uint64_t>(process_nonce().data());
-    message.pid = guest.pid();
     message.gate = guest.gate();
     message.ticket = guest.ticket();
     message.regions = kLocalRegions;
