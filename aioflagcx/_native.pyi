@@ -228,6 +228,18 @@ class Request:
     def release(self) -> None:
         """Let go of the local regions; only for a request that was never submitted."""
 
+class Waiter:
+    """What a thread waits for; opens once."""
+
+    is_open: bool
+
+    def __init__(self) -> None: ...
+    def open(self) -> None: ...
+    def wait(self, timeout: float | None = None, *, signals: bool = True) -> bool:
+        """*Blocking.* Until it is open, at most `timeout` seconds; whether it is. Raises what a
+        Python signal handler raises meanwhile; those run as soon as their signal has come, or,
+        without `signals`, afterwards."""
+
 class Task:
     bytes_total: int
     bytes_done: int
@@ -271,15 +283,29 @@ class Session:
         """By position, 0 <= index < region_count, in address order; IndexError."""
 
     def names(self) -> list[str]: ...
-    def submit(self, request: Request, id: int, imm: int = 0, now: bool = False) -> Task | None:
-        """Queue it; the request is consumed. RemoteMiss leaves the request usable.
+    def submit(
+        self,
+        request: Request,
+        id: int,
+        imm: int = 0,
+        now: bool = False,
+        waiter: Waiter | None = None,
+    ) -> Task | None:
+        """Queue it; the request is consumed. RemoteMiss and NativeError leave it usable.
 
         None: it is done, copied by this call, with no event to follow. `now` asks for that; it
         happens to small transfers without `imm` by a path that copies, when nothing else is under
         way.
 
         `imm` nonzero: after all data has landed, a zero-length WRITE_WITH_IMM on each queue pair
-        used (one when there is no data); done means those have been acknowledged too."""
+        used (one when there is no data); done means those have been acknowledged too.
+
+        With a `waiter`, a fresh one, success opens it and no event tells of it; failure is told as
+        without, and leaves it shut. NativeError when the waiter was taken back."""
+
+    def take_back(self, waiter: Waiter) -> Task | None:
+        """The task submitted here with `waiter`: an event tells how it ends, or did so already.
+        None: it has landed; or it was not submitted yet, and `submit` refuses it from now on."""
 
     def fenced(self, attempt: int) -> None:
         """The peer has confirmed the fence of `attempt`: transfers whose slices were posted

@@ -11,11 +11,10 @@ from types import TracebackType
 from . import _native
 from .assembly import Assembly, check_devices
 from .config import Config
-from .errors import ConfigError, EngineClosed, NotifyRefused
+from .errors import ConfigError, EngineClosed
 from .notifications import Notification, NotificationQueue, Outgoing
-from .outcomes import local_address_error
 from .pieces import Addresses, Pieces
-from .posting import post
+from .posting import launch, make_request
 from .region import Region
 from .session import Session
 from .stats import Stats
@@ -362,26 +361,12 @@ class Engine:
         timeout: Timeout,
     ) -> Transfer:
         assembly = self._assembly()
-        runtime = assembly.runtime
+        runtime, peers = assembly.runtime, assembly.peers
         limit = self._transfer_timeout if timeout is DEFAULT else seconds(timeout, None)
-        session = assembly.peers.find(target)
+        session = peers.find(target)
         outgoing = None if notify is None else Outgoing.from_pair(notify, self._config)
-        arrays = self._pieces.arrays(local, remote, lens)
-        try:
-            request = _native.Request(runtime.native, op, *arrays)
-        except _native.LocalMiss as miss:
-            raise local_address_error(miss) from None
-        transfer = Transfer(self, runtime.flights, request, outgoing, limit)
-        if session is not None:
-            try:
-                transfer._post(session._link)
-            except (_native.RemoteMiss, _native.NativeError, NotifyRefused):
-                pass  # the long way finds out what to do about it
-            else:
-                return transfer
-        if not request.pieces and outgoing is None:
-            runtime.loop.call_soon(transfer._complete_empty)
-        else:
-            helper = runtime.loop.create_task(post(assembly.peers, transfer, target))
-            transfer._reach(helper, target if isinstance(target, str) else target.id)
+        request = make_request(runtime.native, self._pieces, op, local, remote, lens)
+        total = request.bytes_total
+        transfer = Transfer(self, runtime.flights, request, total, outgoing, limit)
+        launch(peers, transfer, request, session, target)
         return transfer

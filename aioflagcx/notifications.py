@@ -117,6 +117,19 @@ class NotificationQueue:
         self._wake_one()
         return True
 
+    def give_back(self, notification: Notification) -> None:
+        """It was taken for someone who is not there any more: it is the next one again."""
+        self._items.appendleft(notification)
+        self.bytes += _size(notification)
+        self._wake_one()
+
+    def take_rest(self) -> Notification | None:
+        """The next one or None, without waiting; on any thread once the loop has ended."""
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return None
+
     def close(self) -> None:
         """End the iterators once they have taken what is queued."""
         self._closed = True
@@ -128,7 +141,7 @@ class NotificationQueue:
         """A new iterator."""
         return _Iterator(self, ended=self._closed)
 
-    async def _take(self) -> Notification | None:
+    async def take(self) -> Notification | None:
         """The next one, waiting for it; None when the queue is closed and empty."""
         while not self._items:
             if self._closed:
@@ -171,7 +184,7 @@ class _Iterator:
             self._turn = _TURN
             await asyncio.sleep(0)
         self._turn -= 1
-        item = None if self._ended else await self._queue._take()
+        item = None if self._ended else await self._queue.take()
         if item is None:
             self._ended = True
             raise StopAsyncIteration

@@ -8,7 +8,7 @@ from .errors import ConnectTimeout, EngineClosed, PeerRestarted
 from .handshake import format_address, parse_address
 from .link import Link
 from .runtime import Runtime
-from .session import Session
+from .session import AnySession, Session
 
 __all__ = ["Peers"]
 
@@ -43,12 +43,13 @@ class Peers:
         self.live: dict[str, Session] = {}
         """Sessions that can be used, by their ids."""
 
-    def find(self, target: Session | str) -> Session | None:
+    def find(self, target: AnySession | str) -> AnySession | None:
         """The session to use for ``target`` without waiting, or None when one has to connect.
 
-        TypeError and ValueError for what is no session of this engine and no session id.
+        On any thread: it looks things up, each in one step, and changes nothing. TypeError and
+        ValueError for what is no session of this engine and no session id.
         """
-        if isinstance(target, Session):
+        if isinstance(target, AnySession):
             if target._link.alive:
                 if target._runtime is not self._runtime:
                     raise ValueError(f"{target!r} belongs to another engine")
@@ -58,14 +59,14 @@ class Peers:
             raise TypeError(f"expected a Session or its id, not {type(target).__name__}")
         return self.live.get(target) or self.live.get(format_address(*parse_address(target)))
 
-    async def reach(self, target: Session | str, timeout: float | None) -> Session:
+    async def reach(self, target: AnySession | str, timeout: float | None) -> Session:
         """The session with ``target``, connecting within ``timeout`` seconds if there is none.
 
         Callers share a connect; one that gives up leaves it to the others. Raises a
         :class:`~aioflagcx.errors.ConnectError`, ValueError for an id that is none, and for a
         Session :class:`~aioflagcx.errors.PeerRestarted` when another engine answers now.
         """
-        if isinstance(target, Session):
+        if isinstance(target, AnySession):
             session = await self._connected(target.id, timeout)
             if session.peer_engine_id != target.peer_engine_id:
                 raise PeerRestarted(

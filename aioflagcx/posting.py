@@ -1,4 +1,5 @@
-"""The long way of a transfer to the native core: connect, or ask the peer where its memory is."""
+"""A transfer's way to the native core: at once where that can be, else by the long way, which is to
+connect, or to ask the peer where its memory is."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import asyncio
 import logging
 
 from . import _native
-from .errors import AioFlagcxError, PeerLost, TransferError
-from .outcomes import remote_address_error
+from .errors import AioFlagcxError, NotifyRefused, PeerLost, TransferError
+from .outcomes import local_address_error, remote_address_error
 from .peers import Peers
-from .session import Session
+from .pieces import Addresses, Pieces
+from .session import AnySession
 from .transfer import Transfer
 
-__all__ = ["post"]
+__all__ = ["launch", "make_request"]
 
 _logger = logging.getLogger(__name__)
 
@@ -20,13 +22,56 @@ _TRIES = 2
 """Connects for one transfer: a session may turn out to be dead just when it is used."""
 
 
-async def post(peers: Peers, transfer: Transfer, target: Session | str) -> None:
+def make_request(
+    native: _native.TransferEngine,
+    pieces: Pieces,
+    op: int,
+    local: Addresses,
+    remote: Addresses,
+    lens: Addresses,
+) -> _native.Request:
+    """The pieces of a transfer, copied, checked and found in our memory; on any thread.
+
+    ``pieces`` is the calling thread's own. Raises TypeError, ValueError and
+    :class:`~aioflagcx.errors.LocalAddressError`.
+    """
+    arrays = pieces.arrays(local, remote, lens)
+    try:
+        return _native.Request(native, op, *arrays)
+    except _native.LocalMiss as miss:
+        raise local_address_error(miss) from None
+
+
+def launch(
+    peers: Peers,
+    transfer: Transfer,
+    request: _native.Request,
+    session: AnySession | None,
+    target: AnySession | str,
+) -> None:
+    """Post a new transfer on ``session``, or see to it that it is posted on one with ``target``."""
+    if session is not None:
+        try:
+            transfer._post(session._link)
+        except (_native.RemoteMiss, _native.NativeError, NotifyRefused):
+            pass  # the long way finds out what to do about it
+        else:
+            return
+    loop = transfer._flights.loop
+    if not request.pieces and transfer._notify is None:
+        loop.call_soon(transfer._complete_empty)
+    else:
+        helper = loop.create_task(_post(peers, transfer, target))
+        transfer._reach(helper, target if isinstance(target, str) else target.id)
+
+
+async def _post(peers: Peers, transfer: Transfer, target: AnySession | str) -> None:
     """Post ``transfer``, or end it with the reason why that cannot be.
 
     The transfer's deadline is not looked at here: it cancels this when the time is over.
     """
     try:
-        await _post(peers, transfer, target)
+        await _reach_and_post(peers, transfer, target)
     except asyncio.CancelledError:
         transfer._abandoned()
         raise
@@ -38,7 +83,7 @@ async def post(peers: Peers, transfer: Transfer, target: Session | str) -> None:
         transfer._give_up(TransferError(words, cause=error, remote_quiet=True))
 
 
-async def _post(peers: Peers, transfer: Transfer, target: Session | str) -> None:
+async def _reach_and_post(peers: Peers, transfer: Transfer, target: AnySession | str) -> None:
     for _ in range(_TRIES):
         session = await peers.reach(target, peers.connect_timeout)
         link = session._link

@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from .link import Link
     from .runtime import Runtime
 
-__all__ = ["Session"]
+__all__ = ["AnySession", "Session"]
 
 
-class Session:
-    """The connection to one peer engine; made by :meth:`Engine.connect`, which caches it.
+class AnySession:
+    """What the sessions of both engines, asyncio's and the blocking one, have in common.
 
-    When the peer is lost the session is dead. Calls of the engine that are given a dead session
-    connect to its id again; if another engine answers there, they raise
-    :class:`~aioflagcx.errors.PeerRestarted`.
+    Nothing here waits, and all of it can be used on any thread.
     """
 
     __slots__ = ("__weakref__", "_link", "_runtime")
@@ -80,6 +78,21 @@ class Session:
             )
         return RemoteRegion(record, self.id)
 
+    def __repr__(self) -> str:
+        state = self._link.path if self._link.alive else "dead"
+        return f"<Session {self.id} {state} with engine {self.peer_engine_id[:8]}>"
+
+
+class Session(AnySession):
+    """The connection to one peer engine; made by :meth:`Engine.connect`, which caches it.
+
+    When the peer is lost the session is dead. Calls of the engine that are given a dead session
+    connect to its id again; if another engine answers there, they raise
+    :class:`~aioflagcx.errors.PeerRestarted`.
+    """
+
+    __slots__ = ()
+
     async def notify(self, name: str, payload: bytes) -> None:
         """Send a message to the peer's :meth:`Engine.notifications`, within transfer_timeout.
 
@@ -110,10 +123,6 @@ class Session:
             self._link.retire()
             await self._runtime.flights.cancel_on(self._link)
         await self._link.close("session closed")
-
-    def __repr__(self) -> str:
-        state = self._link.path if self._link.alive else "dead"
-        return f"<Session {self.id} {state} with engine {self.peer_engine_id[:8]}>"
 
 
 class _RegionsByName(Mapping[str, RemoteRegion]):

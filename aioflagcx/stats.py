@@ -85,7 +85,7 @@ class Stats:
     def collect(cls, runtime: Runtime, queue: NotificationQueue) -> Stats:
         """From the native core's counters and what there is in Python."""
         others = {
-            "transfers_pending": len(runtime.flights.active),
+            "transfers_pending": runtime.flights.pending(),
             "sessions": len(runtime.events.links),
             "responders": len(runtime.events.guests),
             "notifications_queued": len(queue),

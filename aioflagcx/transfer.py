@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .link import Link
     from .notifications import Outgoing
 
-__all__ = ["Status", "Transfer"]
+__all__ = ["NOW_BYTES", "Status", "Transfer"]
 
 _logger = logging.getLogger(__name__)
 
 Status = Literal["pending", "done", "failed", "timed_out", "cancelled"]
 
-_NOW_BYTES = 16_384
+NOW_BYTES = 16_384
 """Most bytes of a transfer that is tried to be carried out in the call: the native core's limit."""
 
 _FENCE_SLACK = 0.25
@@ -99,15 +99,20 @@ class Transfer:
 
     def __init__(
         self,
-        engine: object,
+        engine: object | None,
         flights: Flights,
-        request: _native.Request,
+        request: _native.Request | None,
+        bytes_total: int,
         notify: Outgoing | None,
         timeout: float | None,
+        *,
+        deadline: float | None = None,
+        number: int | None = None,
     ) -> None:
-        self._engine: object | None = engine  # alive as long as this runs
+        # `deadline` (in the loop's time) and `number`: None where the transfer begins with this.
+        self._engine = engine  # alive as long as this runs
         self._flights = flights
-        self._request: _native.Request | None = request
+        self._request = request
         self._notify = notify
         self._timeout = timeout
         self._link: Link | None = None
@@ -122,10 +127,12 @@ class Transfer:
         self._phase = _REACHING
         self._bytes_done = 0
         self._remote_quiet = False
-        self.bytes_total = request.bytes_total
-        self._deadline = math.inf if timeout is None else flights.loop.time() + timeout
+        self.bytes_total = bytes_total
+        if deadline is None:
+            deadline = math.inf if timeout is None else flights.loop.time() + timeout
+        self._deadline = deadline
         self._quiet_by = math.inf
-        self._id = flights.add(self, self._deadline)
+        self._id = flights.add(self, deadline, number)
 
     # What callers use ------------------------------------------------------------------------
 
@@ -227,11 +234,15 @@ class Transfer:
             link.check_notify(self._notify)
             imm = self._notify.imm = link.next_imm()
         assert self._request is not None
-        now = link.copies and not imm and self.bytes_total <= _NOW_BYTES
+        now = link.copies and not imm and self.bytes_total <= NOW_BYTES
         if now and self._flights.may_copy_now():
             task = link.native.submit(self._request, self._id, 0, True)
         else:
             task = link.native.submit(self._request, self._id, imm)
+        self._posted(link, task)
+
+    def _posted(self, link: Link, task: _native.Task | None) -> None:
+        """The native core has it; None: and has carried it out."""
         self._request = None
         self._link = link
         self._peer = link.id
