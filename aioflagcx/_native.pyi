@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Attributes = dict[str, int | str | bytes | list[str]]
-"""What one queue pair tells its peer; also holds "rail": int, the endpoint's index."""
+"""What one queue pair tells its peer; also holds "rail": int, the rail it belongs to."""
 
 # Access bits of regions, as in the MR table (docs/handshake.md).
 ACCESS_REMOTE_READ: Final[int]
@@ -55,14 +55,20 @@ class RegionRecord(NamedTuple):
     access: int  # ACCESS_* bits
     name: str | None
 
+class Epoch(NamedTuple):
+    """The unit of failure: one rail's queue pairs of one attempt to connect it."""
+
+    attempt: int
+    rail: int
+
 class TransferEvent(NamedTuple):
     """A transfer that did not succeed, now locally quiet: nothing of it is posted or copied."""
 
     id: int
     status: int
-    unknown_attempts: list[int]
-    """Connection attempts on which slices ended with unknown outcome: the peer may still write
-    (or read) for them until it has fenced those attempts. Empty: remotely quiet already."""
+    unknown_epochs: list[Epoch]
+    """On these, slices ended with unknown outcome: the peer may still write (or read) for them
+    until it has fenced those epochs. Empty: remotely quiet already."""
     cause: str  # "IBV_WC_REM_ACCESS_ERR" and so on, or ""
     vendor_err: int
     rail: str  # "local->remote" device names of a slice that ended badly, or ""
@@ -70,11 +76,11 @@ class TransferEvent(NamedTuple):
     length: int
 
 class EndpointDown(NamedTuple):
-    """An established attempt failed; its queue pairs are in ERR and flushed. Waiting slices stay
-    queued until the session is established with the next attempt, or fails."""
+    """A rail failed: its queue pairs are in ERR and flushed. Waiting slices go to other rails that
+    are up, or stay queued until one is."""
 
     session: int
-    attempt: int
+    epoch: Epoch
     cause: str
     vendor_err: int
     rail: str
@@ -256,16 +262,25 @@ class Session:
     """The initiator's side of one control connection."""
 
     id: int
+    rails: int
+    """Rail i joins our device i and the peer's device i, each modulo how many there are; there is
+    one for each device of the side that has more. The peer's count is known with its table."""
     generation: int  # of the peer's table as known here
     region_count: int
 
-    def prepare(self, attempt: int) -> list[Attributes]:
-        """*Blocking.* Fresh queue pairs in INIT for `attempt`, in order; an earlier attempt that
-        was prepared but never established is dropped."""
+    def rail_name(self, rail: int) -> str:
+        """ "local->remote" device names; "device 1" and so on as long as the peer's is unknown."""
 
-    def establish(self, attempt: int, rails: Sequence[Attributes], timeout: float) -> str:
+    def prepare(self, attempt: int, rail: int) -> list[Attributes]:
+        """*Blocking.* Fresh queue pairs in INIT of a rail that is down; an earlier attempt that
+        was prepared but never established is dropped. NativeError when the device refuses."""
+
+    def establish(
+        self, attempt: int, rail: int, queue_pairs: Sequence[Attributes], timeout: float
+    ) -> str:
         """*Blocking.* To RTS against the peer's reply; returns the path. NativeError when it
-        fails (errno ETIMEDOUT, ECONNREFUSED, EPROTO, ...), the attempt is then dropped."""
+        fails (errno ETIMEDOUT, ECONNREFUSED, EPROTO, ..., 0 when the peer has refused the rail);
+        the attempt is then dropped."""
 
     def watch(self, host: str, port: int, token: bytes) -> None:
         """Start the keepalive towards the peer; `host` numeric."""
@@ -307,9 +322,9 @@ class Session:
         """The task submitted here with `waiter`: an event tells how it ends, or did so already.
         None: it has landed; or it was not submitted yet, and `submit` refuses it from now on."""
 
-    def fenced(self, attempt: int) -> None:
-        """The peer has confirmed the fence of `attempt`: transfers whose slices were posted
-        again elsewhere may now end as done. Call it before establishing the next attempt."""
+    def fenced(self, attempt: int, rail: int) -> None:
+        """The peer has confirmed the fence of this epoch: transfers whose slices were posted
+        again elsewhere may now end as done. Call it before establishing the rail anew."""
 
     def fail(self) -> None:
         """The peer is lost: every task ends with STATUS_LOST once flushed; submit raises
@@ -327,12 +342,12 @@ class Responder:
 
     def accept(self, attempt: int, rails: Sequence[Attributes]) -> list[Attributes]:
         """*Blocking.* Queue pairs for the initiator's, in RTS with receives posted; fences
-        earlier attempts of the same rails first. NativeError with the reason when none fits."""
+        earlier attempts of the same rails first. A rail that cannot be is refused as a whole, by
+        "refused" in place of attributes. NativeError when the request makes no sense."""
 
-    def fence(self, attempt: int, timeout: float) -> bool:
-        """*Blocking.* True: this attempt can touch no memory here any more. False after
-        `timeout` seconds: the peer, on this host, is stopped inside a copy; call again to wait
-        on."""
+    def fence(self, attempt: int, rail: int, timeout: float) -> bool:
+        """*Blocking.* True: this epoch can touch no memory here any more. False after `timeout`
+        seconds: the peer, on this host, is stopped inside a copy; call again to wait on."""
 
     def expect(self, imm: int, count: int) -> bool:
         """True: `count` immediates `imm` have come (and are forgotten). Else an Immediates

@@ -186,7 +186,8 @@ class Config:
         3,
         "count",
         "times",
-        "How often a transfer's slices are re-posted after their endpoint failed.",
+        "How often a transfer tries again on a rail that failed under it; it fails when that is "
+        "used up and no other rail that is up has tries left.",
         minimum=0,
         maximum=255,
     )

@@ -1,10 +1,10 @@
-"""The initiator's questions whether an attempt's queue pairs can still touch the peer's memory."""
+"""The initiator's questions whether an epoch's queue pairs can still touch the peer's memory."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from . import _native
 from .errors import AioFlagcxError
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Fences:
-    """Asks once for each attempt, however many want to know, and remembers the answer.
+    """Asks once for each epoch, however many want to know, and remembers the answer.
 
     A question has no timeout of its own: as long as the peer is alive it may still answer, and
     if it is not, the connection ends.
@@ -26,35 +26,41 @@ class Fences:
     def __init__(self, connection: ControlConnection, native: _native.Session) -> None:
         self._connection = connection
         self._native = native
-        self._confirmed: set[int] = set()
-        self._asking: dict[int, asyncio.Task[None]] = {}
+        # By rail, the latest attempt that is fenced. Those before it are as well: a rail is
+        # connected anew only when its last epoch has been fenced.
+        self._confirmed: dict[int, int] = {}
+        self._asking: dict[_native.Epoch, asyncio.Task[None]] = {}
 
-    async def confirm(self, attempts: Iterable[int], timeout: float | None) -> bool:
-        """Whether the peer has fenced all ``attempts``, waiting at most ``timeout`` seconds.
+    async def confirm(self, epochs: Sequence[_native.Epoch], timeout: float | None) -> bool:
+        """Whether the peer has fenced all ``epochs``, waiting at most ``timeout`` seconds.
 
         The questions go on when the time is over, so a later call may find them answered.
         """
-        open_questions = [
-            self._ask(attempt) for attempt in attempts if attempt not in self._confirmed
-        ]
+        open_questions = [self._ask(epoch) for epoch in epochs if not self._is_confirmed(epoch)]
         if open_questions:
             await asyncio.wait(open_questions, timeout=timeout)
-        return self._confirmed.issuperset(attempts)
+        return all(self._is_confirmed(epoch) for epoch in epochs)
 
-    def _ask(self, attempt: int) -> asyncio.Task[None]:
-        task = self._asking.get(attempt)
+    def _is_confirmed(self, epoch: _native.Epoch) -> bool:
+        return epoch.attempt <= self._confirmed.get(epoch.rail, 0)
+
+    def _ask(self, epoch: _native.Epoch) -> asyncio.Task[None]:
+        task = self._asking.get(epoch)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._request(attempt))
-            self._asking[attempt] = task
-            task.add_done_callback(lambda _: self._asking.pop(attempt))
+            task = asyncio.get_running_loop().create_task(self._request(epoch))
+            self._asking[epoch] = task
+            task.add_done_callback(lambda _: self._asking.pop(epoch))
         return task
 
-    async def _request(self, attempt: int) -> None:
+    async def _request(self, epoch: _native.Epoch) -> None:
         try:
-            reply = await self._connection.request(Fence(attempt=attempt), None)
+            request = Fence(attempt=epoch.attempt, rail=epoch.rail)
+            reply = await self._connection.request(request, None)
         except AioFlagcxError as error:
-            _logger.info("attempt %d was not fenced: %s", attempt, error)
+            _logger.info(
+                "attempt %d of rail %d was not fenced: %s", epoch.attempt, epoch.rail, error
+            )
             return
-        if reply.attempt == attempt:
-            self._confirmed.add(attempt)
-            self._native.fenced(attempt)
+        if (reply.attempt, reply.rail) == epoch:
+            self._confirmed[epoch.rail] = max(epoch.attempt, self._confirmed.get(epoch.rail, 0))
+            self._native.fenced(epoch.attempt, epoch.rail)

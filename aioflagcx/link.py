@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from . import _native
-from .connecting import connect_attempt
 from .errors import (
     AioFlagcxError,
     ConnectError,
-    ConnectTimeout,
     HandshakeRejected,
     NotifyRefused,
     PeerLost,
     TransferError,
 )
-from .fencing import Fences
 from .handshake import CloseReason, ControlConnection, open_connection, parse_address
-from .handshake.messages import ConnectReply, Message, MetadataUpdate, Notify
+from .handshake.messages import Message, MetadataUpdate, Notify
 from .notifications import Outgoing
+from .rails import Rails
 from .remote_table import RemoteTable
 from .runtime import Runtime
 from .waiting import outlast
@@ -34,10 +32,6 @@ _logger = logging.getLogger(__name__)
 
 _GOODBYE_GRACE = 0.05
 """Seconds after the end of the keepalive in which the peer's goodbye may still arrive."""
-
-_RECOVERY_PAUSE = 0.05
-"""Seconds between two recoveries of one link, so that a path that breaks as soon as it is used
-does not become a busy loop between two engines."""
 
 
 class Link:
@@ -51,8 +45,10 @@ class Link:
     table: RemoteTable
     """Where the peer's memory is."""
 
+    rails: Rails
+    """The queue pairs."""
+
     _connection: ControlConnection
-    _fences: Fences
 
     def __init__(
         self, runtime: Runtime, session_id: str, ended: Callable[[Link, bool], None]
@@ -61,19 +57,11 @@ class Link:
         """The peer's session id, as we were asked to connect to it."""
         self.peer_engine_id = ""
         """The peer's engine id, in hexadecimal."""
-        self.path = ""
-        """How data moves: "process", "local", "tcp" or "ibverbs"."""
-        self.copies = False
-        """Whether it moves by copies that this process makes."""
         self.alive = False
         """Whether it can be used."""
         self._runtime = runtime
         self._ended = ended
         self._max_payload = 0
-        self._attempt = 0
-        self._down: set[int] = set()
-        self._recovery: asyncio.Task[None] | None = None
-        self._recovered_at = 0.0
         self._loss: tuple[str, BaseException | None] | None = None
         self._freeing: asyncio.Task[None] | None = None
         self._last_imm = 0
@@ -119,11 +107,10 @@ class Link:
         self.native = runtime.native.create_session(self.id)
         runtime.events.links[self.native.id] = self
         self.table = RemoteTable(connection, self.native, runtime.threads)
-        self._fences = Fences(connection, self.native)
+        self.rails = Rails(runtime, connection, self.native, self.table, self._rails_lost)
 
     async def _establish(self, deadline: float) -> None:
-        reply = await self._connect_next(deadline)
-        assert reply is not None  # every rail was down
+        reply = await self.rails.open(deadline)
         if self._loss is not None or self._connection.is_closed:
             raise ConnectError(f"{self.id} closed the connection at once", peer=self.id)
         self._max_payload = reply.notification_max_payload
@@ -131,18 +118,17 @@ class Link:
         self.alive = True
         _logger.info("connected to %s by %s", self.id, self.path)
 
-    async def _connect_next(self, deadline: float) -> ConnectReply | None:
-        self._attempt += 1
-        connected = await connect_attempt(
-            self._runtime, self._connection, self.native, self.table, self._attempt, deadline
-        )
-        if connected is None:
-            return None
-        reply, self.path = connected
-        self.copies = self.path in ("process", "local")
-        return reply
-
     # What transfers use ----------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """How data moves: "process", "local", "tcp" or "ibverbs"."""
+        return self.rails.path
+
+    @property
+    def copies(self) -> bool:
+        """Whether it moves by copies that this process makes."""
+        return self.rails.copies
 
     def next_imm(self) -> int:
         """A fresh immediate: nonzero, 32 bits, not used before for a very long time."""
@@ -193,9 +179,9 @@ class Link:
                 remote_quiet=True,
             )
 
-    async def fence(self, attempts: Iterable[int], timeout: float) -> bool:
-        """Whether the peer confirms within ``timeout`` that ``attempts`` can do nothing more."""
-        return await self._fences.confirm(attempts, timeout)
+    async def fence(self, epochs: Sequence[_native.Epoch], timeout: float) -> bool:
+        """Whether the peer confirms within ``timeout`` that ``epochs`` can do nothing more."""
+        return await self.rails.fences.confirm(epochs, timeout)
 
     def loss(self, remote_quiet: bool, rail: str | None = None) -> PeerLost:
         """The error of a transfer that was under way when the link was lost."""
@@ -242,59 +228,12 @@ class Link:
         )
 
     def endpoint_down(self, event: _native.EndpointDown) -> None:
-        """An attempt's queue pairs have failed: get a new attempt to work, or be lost."""
-        if self._loss is not None:
-            return
-        _logger.info(
-            "%s: attempt %d failed: %s on %s",
-            self.id,
-            event.attempt,
-            event.cause or "a transfer was aborted",
-            event.rail,
-        )
-        self._down.add(event.attempt)
-        if self._recovery is None:
-            self._recovery = self._runtime.loop.create_task(self._recover())
+        """A rail's queue pairs have failed."""
+        if self._loss is None:
+            self.rails.endpoint_down(event)
 
-    async def _recover(self) -> None:
-        loop = self._runtime.loop
-        try:
-            while self._down:
-                await asyncio.sleep(self._recovered_at + _RECOVERY_PAUSE - loop.time())
-                failed = frozenset(self._down)
-                # Until the peer answers, slices stay where they are; if it is dead, the
-                # keepalive tells.
-                if not await self._fences.confirm(failed, None):
-                    raise PeerLost(f"{self.id} did not fence attempts {sorted(failed)}")
-                self._down -= failed
-                await self._connect_again()
-                self._recovered_at = loop.time()
-        except asyncio.CancelledError:
-            self._lose("the event loop is being shut down", farewell="shut down")
-            raise
-        except AioFlagcxError as error:
-            self._lose(
-                "its data path failed and could not be set up again",
-                error.with_traceback(None),  # which holds this link
-                farewell="the data path could not be set up again",
-            )
-        finally:
-            self._recovery = None
-
-    async def _connect_again(self) -> None:
-        """Connect the next attempt, or one after it when that fails at once, too."""
-        loop, config = self._runtime.loop, self._runtime.config
-        for tries_left in range(config.retry_count, -1, -1):
-            try:
-                await self._connect_next(loop.time() + config.connect_timeout)
-                return
-            except (ConnectTimeout, HandshakeRejected):
-                raise
-            except ConnectError as error:
-                if not tries_left or self._connection.is_closed:
-                    raise
-                _logger.info("%s: attempt %d came to nothing: %s", self.id, self._attempt, error)
-                await asyncio.sleep(_RECOVERY_PAUSE)
+    def _rails_lost(self, words: str, cause: BaseException | None, farewell: str) -> None:
+        self._lose(words, cause, farewell=farewell)
 
     def _lose(
         self, words: str, cause: BaseException | None = None, *, farewell: str | None = None
@@ -306,6 +245,7 @@ class Link:
         if self.alive:
             _logger.info("session with %s ended: %s", self.id, words)
         self.retire()
+        self.rails.stop()
         if farewell is None:
             self._connection.abort(CloseReason("lost", words))
         else:
@@ -320,6 +260,7 @@ class Link:
 
     async def _free(self) -> None:
         try:
+            await self.rails.stopped()
             await self._runtime.threads.run(self.native.close)
             self._runtime.events.links.pop(self.native.id, None)
             await self._connection.wait_closed()

@@ -75,11 +75,11 @@ class Guest:
         if isinstance(message, Fence):
             async with self._changing:
                 fenced = await self._runtime.threads.run(
-                    self._responder.fence, message.attempt, _FENCE_TIMEOUT
+                    self._responder.fence, message.attempt, message.rail, _FENCE_TIMEOUT
                 )
             if not fenced:
                 raise HandshakeRejected(f"{self.session_id} is stopped inside a copy")
-            return FenceReply(attempt=message.attempt)
+            return FenceReply(attempt=message.attempt, rail=message.rail)
         _logger.debug("%s pushed %s, which is ignored", self.session_id, message.KIND)
         return None
 

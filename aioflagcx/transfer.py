@@ -271,7 +271,7 @@ class Transfer:
 
     def _failed(self, event: _native.TransferEvent) -> None:
         """It is local-quiet, and did not succeed."""
-        if event.unknown_attempts:
+        if event.unknown_epochs:
             self._phase = _Phase.FENCING
             self._deadline = math.inf  # has its own bound
             self._helper = self._flights.loop.create_task(self._fence(event))
@@ -346,7 +346,7 @@ class Transfer:
         assert self._link is not None
         quiet = False
         try:
-            quiet = await self._link.fence(event.unknown_attempts, by + _FENCE_SLACK - now)
+            quiet = await self._link.fence(event.unknown_epochs, by + _FENCE_SLACK - now)
         finally:
             self._conclude(event, quiet)  # also when the loop is being shut down
 

@@ -145,7 +145,7 @@ class Auth(Request[AuthReply]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectReply(Message):
-    """The responder's half of a session: its queue pairs wait for this attempt."""
+    """The responder's half of rails: its queue pairs wait for this attempt."""
 
     KIND = "connect"
 
@@ -153,7 +153,7 @@ class ConnectReply(Message):
     """The attempt this answers."""
 
     rails: tuple[Rail, ...] = fields.rails()
-    """The responder's attributes of each rail it accepts."""
+    """The responder's attributes of each of them, or why it refuses it."""
 
     path: str = fields.text(fields.MAX_CODE)
     """How data moves: "process", "local", "tcp" or "ibverbs"."""
@@ -176,7 +176,7 @@ class ConnectReply(Message):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Connect(Request[ConnectReply]):
-    """The initiator asks for a session, or to connect its endpoints anew."""
+    """The initiator asks for a session, or to connect some of its rails anew."""
 
     KIND = "connect"
     REPLY = ConnectReply
@@ -185,7 +185,7 @@ class Connect(Request[ConnectReply]):
     """Counts the attempts of this session; a reply to an older one is dropped."""
 
     rails: tuple[Rail, ...] = fields.rails()
-    """The initiator's attributes of each rail it proposes."""
+    """The initiator's attributes of each queue pair it proposes."""
 
     keepalive_interval: float = fields.seconds()
     """Seconds that may pass between two keepalive beats, of either side."""
@@ -262,23 +262,29 @@ class Notify(Request[NotifyReply]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FenceReply(Message):
-    """Confirms that the endpoints of an attempt can no longer touch the sender's memory."""
+    """Confirms that a rail's queue pairs of an attempt can no longer touch the sender's memory."""
 
     KIND = "fence"
 
     attempt: int = fields.uint(64)
     """The attempt that is fenced."""
 
+    rail: int = fields.uint(32)
+    """The rail of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fence(Request[FenceReply]):
-    """Asks to make the responder endpoints of an attempt harmless and to confirm it."""
+    """Asks to make a rail's responder queue pairs of an attempt harmless and to confirm it."""
 
     KIND = "fence"
     REPLY = FenceReply
 
     attempt: int = fields.uint(64)
-    """The attempt whose endpoints are meant."""
+    """The attempt that is meant."""
+
+    rail: int = fields.uint(32)
+    """The rail that is meant; other rails of the attempt go on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

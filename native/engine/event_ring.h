@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/event_fd.h"
+#include "engine/epoch.h"
 #include "engine/stats.h"
 
 namespace aioflagcx::engine {
@@ -26,7 +27,7 @@ enum class TaskStatus : std::uint8_t {
 struct TransferEvent {
     std::uint64_t id = 0;
     TaskStatus status = TaskStatus::Done;
-    std::vector<std::uint64_t> unknown_attempts;
+    std::vector<Epoch> unknown_epochs;
     std::string cause;
     std::uint32_t vendor_err = 0;
     std::string rail;
@@ -36,7 +37,7 @@ struct TransferEvent {
 
 struct EndpointDown {
     std::uint64_t session = 0;
-    std::uint64_t attempt = 0;
+    Epoch epoch;
     std::string cause;
     std::uint32_t vendor_err = 0;
     std::string rail;

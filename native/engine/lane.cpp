@@ -9,13 +9,13 @@
 namespace aioflagcx::engine {
 
 Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-           std::uint32_t remote_device, std::uint64_t attempt, std::string rail)
+           std::uint32_t remote_device, Epoch epoch, std::string rail)
     : worker_(worker),
       queue_(queue),
       limits_(limits),
       local_device_(local_device),
       remote_device_(remote_device),
-      attempt_(attempt),
+      epoch_(epoch),
       rail_(std::move(rail)),
       slots_(limits.max_wr) {
     free_.reserve(limits.max_wr);

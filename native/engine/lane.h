@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/epoch.h"
 #include "engine/transfer_task.h"
 #include "engine/worker.h"
 
@@ -35,7 +36,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     };
 
     Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-         std::uint32_t remote_device, std::uint64_t attempt, std::string rail);
+         std::uint32_t remote_device, Epoch epoch, std::string rail);
     ~Lane() override;
 
     void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) {
@@ -48,7 +49,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     // Any thread; constant.
     Worker& worker() noexcept { return worker_; }
     const std::string& rail() const noexcept { return rail_; }
-    std::uint64_t attempt() const noexcept { return attempt_; }
+    const Epoch& epoch() const noexcept { return epoch_; }
     void wake() { worker_.wake(shared_from_this()); }
 
     // Any thread. Carries the pieces out on the caller's, if that takes no waiting. False: they are
@@ -80,7 +81,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     const LaneLimits limits_;
     const std::uint32_t local_device_;
     const std::uint32_t remote_device_;
-    const std::uint64_t attempt_;
+    const Epoch epoch_;
     const std::string rail_;
     // Held by try_now(), and while the queue pair is created, killed or destroyed; the worker alone
     // reads qp_ without it. Nothing is taken inside but the device's own locks.

@@ -15,7 +15,10 @@ inline constexpr std::size_t kPollBatch = 64;
 // reposts at once, so this bounds only how many arrive between two of its turns.
 inline constexpr std::uint32_t kReceiveDepth = 128;
 
-// Queue pairs a peer may ask for on one rail; Config allows no more.
+// Rails of one session: more devices than a host has, and few enough to look at all of them.
+inline constexpr std::uint32_t kMaxRails = 16;
+
+// Queue pairs a peer may have on one rail; Config allows no more.
 inline constexpr std::size_t kMaxQpsPerRail = 64;
 
 // Changes of the MR table kept for deltas. A peer further behind gets the whole table.

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <exception>
+#include <iterator>
+#include <set>
 #include <utility>
 
 #include "common/error.h"
@@ -77,8 +80,7 @@ void Responder::lost(const std::string& reason) {
 Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
                                           verbs::Attributes* local) {
     const std::uint64_t rail = rail_of(remote);
-    const std::uint32_t device = static_cast<std::uint32_t>(rail % engine_->contexts().size());
-    RdmaContext& context = *engine_->contexts()[device];
+    RdmaContext& context = *engine_->contexts()[device_of(rail)];
     Worker& worker = context.next_worker();
     verbs::QpInit init;
     init.send_cq = init.recv_cq = &worker.cq();
@@ -91,9 +93,6 @@ Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::At
         accepted.sink->post_receives(kReceiveDepth);  // before the initiator can send anything
         accepted.qp->accept(remote);
         *local = accepted.qp->local_attributes();
-        (*local)["rail"] = rail;
-        (*local)["device"] = std::uint64_t{device};
-        (*local)["name"] = context.name();
         path_ = accepted.qp->path();
     } catch (...) {
         release({accepted});
@@ -102,45 +101,66 @@ Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::At
     return accepted;
 }
 
-std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
-                                                 const std::vector<verbs::Attributes>& remote) {
-    std::vector<std::uint64_t> rails;
-    for (const verbs::Attributes& attributes : remote) rails.push_back(rail_of(attributes));
-    const std::size_t limit = engine_->contexts().size() * kMaxQpsPerRail;
-    if (rails.empty() || rails.size() > limit) {
-        throw NativeError("accept", EPROTO,
-                          std::to_string(rails.size()) + " queue pairs asked for, 1 to " +
-                              std::to_string(limit) + " are possible");
-    }
-    fence_if([&](const Accepted& old) {
-        return std::find(rails.begin(), rails.end(), old.rail) != rails.end();
-    });
-    const std::lock_guard lock(mutex_);
-    if (closed_) throw NativeError("accept", 0, "connection of " + peer_ + " is closed");
-    if (accepted_.size() + rails.size() > limit) {
-        throw NativeError("accept", EPROTO,
-                          std::to_string(accepted_.size()) +
-                              " queue pairs are connected, no more than " + std::to_string(limit) +
-                              " are possible");
-    }
+std::uint32_t Responder::device_of(std::uint64_t rail) const {
+    return static_cast<std::uint32_t>(rail % engine_->contexts().size());
+}
+
+// mutex_ is held.
+void Responder::accept_rail(std::uint64_t attempt, std::uint64_t rail,
+                            const std::vector<verbs::Attributes>& remote,
+                            std::vector<verbs::Attributes>& reply) {
     std::vector<Accepted> fresh;
-    std::vector<verbs::Attributes> reply(remote.size());
-    try {
-        for (std::size_t i = 0; i < remote.size(); ++i) {
+    std::string refused;
+    for (std::size_t i = 0; i < remote.size() && refused.empty(); ++i) {
+        if (rail_of(remote[i]) != rail) continue;
+        try {
             fresh.push_back(accept_one(attempt, remote[i], &reply[i]));
+        } catch (const std::exception& error) {
+            refused = error.what();
         }
-    } catch (...) {
-        release(std::move(fresh));
-        throw;
+    }
+    if (!refused.empty()) release(std::exchange(fresh, {}));
+    const std::uint32_t device = device_of(rail);
+    for (std::size_t i = 0; i < remote.size(); ++i) {
+        if (rail_of(remote[i]) != rail) continue;
+        if (!refused.empty()) reply[i] = {{"refused", refused}};
+        reply[i]["rail"] = rail;
+        reply[i]["device"] = std::uint64_t{device};
+        reply[i]["name"] = engine_->contexts()[device]->name();
     }
     std::move(fresh.begin(), fresh.end(), std::back_inserter(accepted_));
+}
+
+std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
+                                                 const std::vector<verbs::Attributes>& remote) {
+    std::set<std::uint64_t> rails;
+    for (const verbs::Attributes& attributes : remote) rails.insert(rail_of(attributes));
+    constexpr std::size_t kLimit = kMaxRails * kMaxQpsPerRail;
+    if (rails.empty() || remote.size() > kLimit) {
+        throw NativeError("accept", EPROTO,
+                          std::to_string(remote.size()) + " queue pairs asked for, 1 to " +
+                              std::to_string(kLimit) + " are possible");
+    }
+    fence_if([&](const Accepted& old) { return rails.contains(old.rail); });
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw NativeError("accept", 0, "connection of " + peer_ + " is closed");
+    if (accepted_.size() + remote.size() > kLimit) {
+        throw NativeError("accept", EPROTO,
+                          std::to_string(accepted_.size()) +
+                              " queue pairs are connected, no more than " + std::to_string(kLimit) +
+                              " are possible");
+    }
+    std::vector<verbs::Attributes> reply(remote.size());
+    for (const std::uint64_t rail : rails) accept_rail(attempt, rail, remote, reply);
     return reply;
 }
 
 // mutex_ is held.
 void Responder::release(std::vector<Accepted> accepted) {
     for (Accepted& one : accepted) {
-        if (!one.qp->fence(verbs::Deadline::min())) unquiet_.push_back(one.qp);
+        if (!one.qp->fence(verbs::Deadline::min())) {
+            unquiet_.push_back({one.attempt, one.rail, one.qp, nullptr});
+        }
         // The sink may be posting a receive: it lets go of the queue pair on its own thread.
         one.sink->worker().run([sink = one.sink, &worker = one.sink->worker()] {
             worker.remove(*sink);
@@ -160,21 +180,32 @@ void Responder::fence_if(Predicate matches) {
     release(std::move(fenced));
 }
 
-bool Responder::wait_quiet(verbs::Deadline deadline) {
+template <typename Predicate>
+bool Responder::wait_quiet(Predicate matches, verbs::Deadline deadline) {
     std::vector<std::shared_ptr<verbs::QueuePair>> waiting;
     {
         const std::lock_guard lock(mutex_);
-        waiting.swap(unquiet_);
+        for (const Accepted& one : unquiet_) {
+            if (matches(one)) waiting.push_back(one.qp);
+        }
     }
-    std::erase_if(waiting, [deadline](const auto& qp) { return qp->fence(deadline); });
+    const auto stopped = std::partition(waiting.begin(), waiting.end(),
+                                        [=](const auto& qp) { return qp->fence(deadline); });
+    const bool quiet = stopped == waiting.end();
+    waiting.erase(stopped, waiting.end());
     const std::lock_guard lock(mutex_);
-    unquiet_.insert(unquiet_.end(), waiting.begin(), waiting.end());
-    return unquiet_.empty();
+    std::erase_if(unquiet_, [&](const Accepted& one) {
+        return std::find(waiting.begin(), waiting.end(), one.qp) != waiting.end();
+    });
+    return quiet;
 }
 
-bool Responder::fence(std::uint64_t attempt, verbs::Deadline deadline) {
-    fence_if([attempt](const Accepted& one) { return one.attempt == attempt; });
-    return wait_quiet(deadline);
+bool Responder::fence(std::uint64_t attempt, std::uint64_t rail, verbs::Deadline deadline) {
+    const auto matches = [=](const Accepted& one) {
+        return one.attempt == attempt && one.rail == rail;
+    };
+    fence_if(matches);
+    return wait_quiet(matches, deadline);
 }
 
 bool Responder::close(verbs::Deadline deadline) {
@@ -183,13 +214,14 @@ bool Responder::close(verbs::Deadline deadline) {
         const std::lock_guard lock(mutex_);
         if (!std::exchange(closed_, true)) sub(engine_->stats().responders);
     }
-    fence_if([](const Accepted&) { return true; });
+    const auto all = [](const Accepted&) { return true; };
+    fence_if(all);
     engine_->liveness().forget(id_);
-    return wait_quiet(deadline);
+    return wait_quiet(all, deadline);
 }
 
 void Responder::abandon() {
-    std::vector<std::shared_ptr<verbs::QueuePair>> abandoned;
+    std::vector<Accepted> abandoned;
     const std::lock_guard lock(mutex_);
     abandoned.swap(unquiet_);
 }

@@ -53,11 +53,13 @@ class Responder : public std::enable_shared_from_this<Responder> {
     // Starts to expect the initiator's keepalive; once, right after construction.
     void expect_keepalive(Liveness::Seconds interval, Liveness::Seconds timeout);
 
+    // One reply for each of `remote`. A rail of which a queue pair cannot be is refused as a whole:
+    // its replies say why. Throws NativeError when the request itself makes no sense.
     std::vector<verbs::Attributes> accept(std::uint64_t attempt,
                                           const std::vector<verbs::Attributes>& remote);
     // False at the deadline: the peer is stopped inside a copy. It can begin no other; call again
     // to wait on.
-    bool fence(std::uint64_t attempt, verbs::Deadline deadline);
+    bool fence(std::uint64_t attempt, std::uint64_t rail, verbs::Deadline deadline);
     bool close(verbs::Deadline deadline);
     // After close(): frees the queue pairs that no confirmation came for, as their device goes.
     void abandon();
@@ -74,10 +76,15 @@ class Responder : public std::enable_shared_from_this<Responder> {
         std::shared_ptr<ReceiveSink> sink;
     };
 
+    std::uint32_t device_of(std::uint64_t rail) const;
     Accepted accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
                         verbs::Attributes* local);
+    void accept_rail(std::uint64_t attempt, std::uint64_t rail,
+                     const std::vector<verbs::Attributes>& remote,
+                     std::vector<verbs::Attributes>& reply);
     void release(std::vector<Accepted> accepted);
-    bool wait_quiet(verbs::Deadline deadline);
+    template <typename Predicate>
+    bool wait_quiet(Predicate matches, verbs::Deadline deadline);
     template <typename Predicate>
     void fence_if(Predicate matches);
     void lost(const std::string& reason);
@@ -89,7 +96,7 @@ class Responder : public std::enable_shared_from_this<Responder> {
 
     std::mutex mutex_;
     std::vector<Accepted> accepted_;
-    std::vector<std::shared_ptr<verbs::QueuePair>> unquiet_;  // fenced, not confirmed
+    std::vector<Accepted> unquiet_;  // fenced, not confirmed; without their sinks
     std::string path_;
     bool closed_ = false;
 

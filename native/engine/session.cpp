@@ -1,6 +1,8 @@
 #include "engine/session.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <iterator>
 #include <utility>
 
 #include "common/error.h"
@@ -21,15 +23,18 @@ std::uint32_t device_of(const verbs::Attributes& attributes, std::uint32_t devic
     return static_cast<std::uint32_t>(*value);
 }
 
+const std::string* text_of(const verbs::Attributes& attributes, const char* key) {
+    const auto found = attributes.find(key);
+    return found == attributes.end() ? nullptr : std::get_if<std::string>(&found->second);
+}
+
+std::string remote_name(std::uint32_t device) { return "device " + std::to_string(device); }
+
 // What the peer calls its device, for errors and logs.
 std::string name_of(const verbs::Attributes& attributes, std::uint32_t device) {
     constexpr std::size_t kMaxName = 64;  // as long as ibv_get_device_name(3)'s can be
-    const auto found = attributes.find("name");
-    const auto* name =
-        found == attributes.end() ? nullptr : std::get_if<std::string>(&found->second);
-    if (name == nullptr || name->empty() || name->size() > kMaxName) {
-        return "device " + std::to_string(device);
-    }
+    const std::string* name = text_of(attributes, "name");
+    if (name == nullptr || name->empty() || name->size() > kMaxName) return remote_name(device);
     return *name;
 }
 
@@ -41,108 +46,112 @@ Session::Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::
       peer_(std::move(peer)),
       queue_(engine_->ring(), engine_->stats(), engine_->options().slice_size,
              engine_->options().retry_count),
-      endpoints_(engine_->contexts().size()),
+      endpoints_(kMaxRails),
       table_(std::make_shared<const RemoteTable>(TableData{})) {
-    for (std::uint32_t device = 0; device < endpoints_.size(); ++device) {
-        endpoints_[device].device = device;
+    for (std::uint32_t rail = 0; rail < kMaxRails; ++rail) {
+        endpoints_[rail].local = context(rail).name();
     }
     add(engine_->stats().sessions);
 }
 
 Session::~Session() { close(); }
 
-std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt) {
+RdmaContext& Session::context(std::uint32_t rail) const {
+    return *engine_->contexts()[rail % engine_->contexts().size()];
+}
+
+std::uint32_t Session::rails() {
+    const std::lock_guard lock(mutex_);
+    return rails_locked();
+}
+
+std::uint32_t Session::rails_locked() const {
+    const auto ours = static_cast<std::uint32_t>(engine_->contexts().size());
+    return std::min(std::max(ours, table_->data().devices), kMaxRails);
+}
+
+std::string Session::rail_name(std::uint32_t rail) {
+    const std::lock_guard lock(mutex_);
+    const Endpoint& endpoint = endpoints_.at(rail);
+    if (!endpoint.rail.empty()) return endpoint.rail;
+    return endpoint.local + "->" + remote_name(rail % std::max(table_->data().devices, 1u));
+}
+
+// mutex_ is held.
+Endpoint& Session::endpoint(std::uint32_t rail, const char* call) {
+    if (lost_) throw NativeError(call, 0, "session to " + peer_ + " is lost");
+    if (rail >= rails_locked()) {
+        throw NativeError(call, EINVAL, "there is no rail " + std::to_string(rail));
+    }
+    return endpoints_[rail];
+}
+
+std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt, std::uint32_t rail) {
     const EngineOptions& options = engine_->options();
-    std::vector<std::size_t> down;
     {
         const std::lock_guard lock(mutex_);
-        if (lost_) throw NativeError("prepare", 0, "session to " + peer_ + " is lost");
-        for (std::size_t i = 0; i < endpoints_.size(); ++i) {
-            if (endpoints_[i].state == Endpoint::State::Down) down.push_back(i);
+        if (endpoint(rail, "prepare").state != Endpoint::State::Down) {
+            throw NativeError("prepare", EISCONN, "rail " + std::to_string(rail) + " is not down");
         }
     }
+    RdmaContext& local = context(rail);
     std::vector<Prepared> fresh;
     std::vector<verbs::Attributes> attributes;
-    for (const std::size_t i : down) {
-        RdmaContext& context = *engine_->contexts()[endpoints_[i].device];
-        for (Worker* const worker : context.next_workers(context.qps_per_endpoint())) {
-            verbs::QpInit init;
-            init.send_cq = init.recv_cq = &worker->cq();
-            init.max_send_wr = options.max_wr_per_qp;
-            init.rnr_retry = options.rnr_retry;
-            fresh.push_back({i, worker, context.pd().create_qp(init)});
-            verbs::Attributes local = fresh.back().qp->local_attributes();
-            local["rail"] = std::uint64_t{i};
-            attributes.push_back(std::move(local));
-        }
+    for (Worker* const worker : local.next_workers(local.qps_per_endpoint())) {
+        verbs::QpInit init;
+        init.send_cq = init.recv_cq = &worker->cq();
+        init.max_send_wr = options.max_wr_per_qp;
+        init.rnr_retry = options.rnr_retry;
+        fresh.push_back({worker, local.pd().create_qp(init)});
+        attributes.push_back(fresh.back().qp->local_attributes());
+        attributes.back()["rail"] = std::uint64_t{rail};
     }
-    std::vector<Prepared> old;
     {
         const std::lock_guard lock(mutex_);
-        old = std::exchange(prepared_, std::move(fresh));
-        prepared_attempt_ = attempt;
+        if (!lost_) {
+            Endpoint& endpoint = endpoints_[rail];
+            endpoint.prepared.swap(fresh);
+            endpoint.prepared_attempt = attempt;
+        }
     }
-    destroy(std::move(old));
+    destroy(std::move(fresh));  // of an earlier attempt, or of a session that was lost meanwhile
     return attributes;
 }
 
-std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::Attributes>& remote,
+std::string Session::establish(std::uint64_t attempt, std::uint32_t rail,
+                               const std::vector<verbs::Attributes>& remote,
                                verbs::Deadline deadline) {
     std::vector<Prepared> prepared;
     {
         const std::lock_guard lock(mutex_);
-        if (lost_) throw NativeError("establish", 0, "session to " + peer_ + " is lost");
-        if (attempt != prepared_attempt_) {
+        Endpoint& ours = endpoint(rail, "establish");
+        if (attempt != ours.prepared_attempt || ours.prepared.empty()) {
             throw NativeError(
                 "establish", ESTALE,
                 "attempt " + std::to_string(attempt) + " is not the one prepared last");
         }
-        prepared.swap(prepared_);
+        prepared.swap(ours.prepared);
     }
-    const EngineOptions& options = engine_->options();
-    std::string path;
     std::vector<std::shared_ptr<Lane>> lanes;
     try {
-        if (remote.size() != prepared.size() || prepared.empty()) {
-            throw NativeError("establish", EPROTO,
-                              "the reply has " + std::to_string(remote.size()) +
-                                  " queue pairs for " + std::to_string(prepared.size()));
-        }
-        const std::uint32_t devices = table()->data().devices;
-        for (std::size_t i = 0; i < prepared.size(); ++i) {
-            const std::uint32_t remote_device = device_of(remote[i], std::max(devices, 1u));
-            prepared[i].qp->connect(remote[i], deadline);
-            path = prepared[i].qp->path();
-            const std::uint32_t local_device = endpoints_[prepared[i].endpoint].device;
-            const LaneLimits limits{options.max_wr_per_qp,
-                                    options.max_inflight_bytes_per_endpoint /
-                                        engine_->contexts()[local_device]->qps_per_endpoint(),
-                                    options.post_batch};
-            lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits,
-                                                   local_device, remote_device, attempt,
-                                                   engine_->contexts()[local_device]->name() +
-                                                       "->" + name_of(remote[i], remote_device)));
-            if (const std::string note = prepared[i].qp->path_note(); !note.empty()) {
-                engine_->ring().push(PathNote{id_, lanes.back()->rail(), path, note});
-            }
-        }
+        lanes = connect_lanes(attempt, rail, prepared, remote, deadline);
     } catch (...) {
         destroy(std::move(prepared));
         throw;
     }
+    const std::string path = prepared.front().qp->path();
     std::unique_lock lock(mutex_);
     if (lost_) {
         lock.unlock();
         destroy(std::move(prepared));
         throw NativeError("establish", 0, "session to " + peer_ + " was lost meanwhile");
     }
-    for (std::size_t i = 0; i < prepared.size(); ++i) {
-        Endpoint& endpoint = endpoints_[prepared[i].endpoint];
-        endpoint.state = Endpoint::State::Up;
-        endpoint.attempt = attempt;
-        endpoint.cause = {};
-        endpoint.rail = lanes[i]->rail();
-        endpoint.lanes.push_back(lanes[i]);
+    Endpoint& endpoint = endpoints_[rail];
+    endpoint.state = Endpoint::State::Up;
+    endpoint.epoch = {attempt, rail};
+    endpoint.cause = {};
+    endpoint.lanes = lanes;
+    for (std::size_t i = 0; i < lanes.size(); ++i) {
         lanes[i]->set_queue_pair(std::move(prepared[i].qp));
         lanes[i]->set_hooks({[this](Lane& lane, const auto& wc) { lane_failed(lane, wc); },
                              [this](Lane& lane) { lane_aborted(lane); },
@@ -154,6 +163,42 @@ std::string Session::establish(std::uint64_t attempt, const std::vector<verbs::A
         lane->wake();
     }
     return path;
+}
+
+// Connects the queue pairs, which stay in `prepared`.
+std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
+    std::uint64_t attempt, std::uint32_t rail, std::vector<Prepared>& prepared,
+    const std::vector<verbs::Attributes>& remote, verbs::Deadline deadline) {
+    if (remote.size() != prepared.size()) {
+        throw NativeError("establish", EPROTO,
+                          "the reply has " + std::to_string(remote.size()) + " queue pairs for " +
+                              std::to_string(prepared.size()));
+    }
+    const EngineOptions& options = engine_->options();
+    const LaneLimits limits{options.max_wr_per_qp,
+                            options.max_inflight_bytes_per_endpoint / prepared.size(),
+                            options.post_batch};
+    const auto local_device = static_cast<std::uint32_t>(rail % engine_->contexts().size());
+    const std::uint32_t devices = std::max(table()->data().devices, 1u);
+    std::vector<std::shared_ptr<Lane>> lanes;
+    for (std::size_t i = 0; i < prepared.size(); ++i) {
+        const std::uint32_t remote_device = device_of(remote[i], devices);
+        const std::string name = endpoints_[rail].local + "->" + name_of(remote[i], remote_device);
+        {
+            const std::lock_guard lock(mutex_);
+            endpoints_[rail].rail = name;
+        }
+        if (const std::string* why = text_of(remote[i], "refused")) {
+            throw NativeError("accept", 0, "the peer's device takes no queue pair: " + *why);
+        }
+        prepared[i].qp->connect(remote[i], deadline);
+        lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits, local_device,
+                                               remote_device, Epoch{attempt, rail}, name));
+        if (const std::string note = prepared[i].qp->path_note(); !note.empty()) {
+            engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});
+        }
+    }
+    return lanes;
 }
 
 void Session::destroy(std::vector<Prepared> prepared) {
@@ -295,9 +340,9 @@ void Session::lane_flushed(Lane& lane) {
     std::erase_if(endpoint->lanes, [&](const auto& other) { return other.get() == &lane; });
     if (!endpoint->lanes.empty()) return;
     endpoint->state = Endpoint::State::Down;
-    queue_.attempt_down(endpoint->attempt, endpoint->cause);
+    queue_.epoch_down(endpoint->epoch, endpoint->cause);
     if (!lost_) {
-        engine_->ring().push(EndpointDown{id_, endpoint->attempt, endpoint->cause.name(),
+        engine_->ring().push(EndpointDown{id_, endpoint->epoch, endpoint->cause.name(),
                                           endpoint->cause.vendor_err, endpoint->rail});
     }
     flushed_.notify_all();
@@ -309,9 +354,13 @@ void Session::fail() {
         const std::lock_guard lock(mutex_);
         if (lost_) return;
         lost_ = true;
-        prepared.swap(prepared_);
         queue_.lose();
-        for (Endpoint& endpoint : endpoints_) fail_endpoint(endpoint);
+        for (Endpoint& endpoint : endpoints_) {
+            std::move(endpoint.prepared.begin(), endpoint.prepared.end(),
+                      std::back_inserter(prepared));
+            endpoint.prepared.clear();
+            fail_endpoint(endpoint);
+        }
     }
     engine_->liveness().forget(id_);
     destroy(std::move(prepared));

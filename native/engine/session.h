@@ -15,20 +15,29 @@
 
 namespace aioflagcx::engine {
 
+class RdmaContext;
 class TransferEngine;
 
+// A queue pair that is not connected yet.
+struct Prepared {
+    Worker* worker = nullptr;
+    std::unique_ptr<verbs::QueuePair> qp;
+};
+
 // The queue pairs of one rail, as a state machine: Down -> (prepare, establish) -> Up ->
-// (error or abort) -> Failing -> (all flushed) -> Down. `attempt` is its epoch: slices, causes
-// and fences name it, so nothing of an old epoch is mistaken for the new one's.
+// (error or abort) -> Failing -> (all flushed) -> Down. Slices, causes and fences name the epoch,
+// so nothing of an old one is mistaken for the new one's, nor one rail's for another's.
 struct Endpoint {
     enum class State : std::uint8_t { Down, Up, Failing };
 
-    std::uint32_t device = 0;  // index of the local device
+    std::string local;  // our device's name; constant
     State state = State::Down;
-    std::uint64_t attempt = 0;
+    Epoch epoch;
     Cause cause;
-    std::string rail;                          // "local->remote" device names, of the attempt
+    std::string rail;                          // "local->remote" device names; empty: not known yet
     std::vector<std::shared_ptr<Lane>> lanes;  // not yet flushed
+    std::uint64_t prepared_attempt = 0;
+    std::vector<Prepared> prepared;
 };
 
 // Lock: mutex_ guards everything declared below it. Order: mutex_, then TransferQueue's, then the
@@ -40,9 +49,15 @@ class Session : public std::enable_shared_from_this<Session> {
 
     std::uint64_t id() const noexcept { return id_; }
 
-    std::vector<verbs::Attributes> prepare(std::uint64_t attempt);
-    std::string establish(std::uint64_t attempt, const std::vector<verbs::Attributes>& remote,
-                          verbs::Deadline deadline);
+    // Rail i joins our device i and the peer's device i, each modulo how many there are; one for
+    // each device of the side that has more, once the peer's table is known.
+    std::uint32_t rails();
+    std::string rail_name(std::uint32_t rail);
+
+    // Of a rail that is down. One rail's calls must not run side by side; different ones' may.
+    std::vector<verbs::Attributes> prepare(std::uint64_t attempt, std::uint32_t rail);
+    std::string establish(std::uint64_t attempt, std::uint32_t rail,
+                          const std::vector<verbs::Attributes>& remote, verbs::Deadline deadline);
     void watch(const std::string& host, std::uint16_t port, const std::vector<std::uint8_t>& token);
 
     bool update_table(bool full, std::uint64_t base, std::uint64_t generation,
@@ -59,19 +74,20 @@ class Session : public std::enable_shared_from_this<Session> {
     std::shared_ptr<TransferTask> take_back(Waiter& waiter) { return queue_.take_back(waiter); }
     void cancel(TransferTask& task) { queue_.cancel(task); }
     void abort(const std::shared_ptr<TransferTask>& task);
-    void fenced(std::uint64_t attempt) { queue_.fenced(attempt); }
+    void fenced(const Epoch& epoch) { queue_.fenced(epoch); }
 
     void fail();
     void close();
 
   private:
-    struct Prepared {
-        std::size_t endpoint = 0;
-        Worker* worker = nullptr;
-        std::unique_ptr<verbs::QueuePair> qp;
-    };
-
     static void destroy(std::vector<Prepared> prepared);
+    RdmaContext& context(std::uint32_t rail) const;
+    std::uint32_t rails_locked() const;
+    Endpoint& endpoint(std::uint32_t rail, const char* call);
+    std::vector<std::shared_ptr<Lane>> connect_lanes(std::uint64_t attempt, std::uint32_t rail,
+                                                     std::vector<Prepared>& prepared,
+                                                     const std::vector<verbs::Attributes>& remote,
+                                                     verbs::Deadline deadline);
     void lane_failed(Lane& lane, const verbs::WorkCompletion& wc);
     void lane_aborted(Lane& lane);
     void lane_flushed(Lane& lane);
@@ -85,9 +101,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
     std::mutex mutex_;
     std::condition_variable flushed_;  // an endpoint went Down
-    std::vector<Endpoint> endpoints_;  // one per local device
-    std::uint64_t prepared_attempt_ = 0;
-    std::vector<Prepared> prepared_;
+    std::vector<Endpoint> endpoints_;  // by rail, as many as there can ever be
     std::shared_ptr<const RemoteTable> table_;
     bool lost_ = false;
     bool counted_ = true;  // in Stats::sessions, until closed

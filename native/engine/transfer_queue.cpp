@@ -11,7 +11,7 @@ using verbs::WcStatus;
 
 namespace {
 
-void insert_unique(std::vector<std::uint64_t>& values, std::uint64_t value) {
+void insert_unique(std::vector<Epoch>& values, const Epoch& value) {
     if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
 }
 
@@ -126,12 +126,19 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
         slice.task = std::move(task);
         out.push_back(std::move(slice));
     }
-    while (out.size() < max_count && !runnable_.empty()) {
+    std::size_t skipped = 0;  // in a row
+    while (out.size() < max_count && skipped < runnable_.size()) {
         if (bytes >= max_bytes && !(idle && out.empty())) break;
         Task task = std::move(runnable_.front());
         runnable_.pop_front();
         task->queued = false;
         if (task->dropped || !task->has_data()) continue;
+        if (!may_carry(lane, *task)) {
+            make_runnable(task);
+            ++skipped;
+            continue;
+        }
+        skipped = 0;
         Slice slice = cut(task);
         bytes += slice.length;
         ++task->posted;
@@ -201,15 +208,15 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
 }
 
 void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& lane) {
-    const std::uint64_t attempt = lane.attempt();
-    const auto found = attempts_.find(attempt);
-    const bool fence_due = found == attempts_.end() || !found->second.fenced;
+    const Epoch& epoch = lane.epoch();
+    const auto found = epochs_.find(epoch);
+    const bool fence_due = found == epochs_.end() || !found->second.fenced;
     if (task->dropped) {
-        if (fence_due) insert_unique(task->failure.unknown_attempts, attempt);
+        if (fence_due) insert_unique(task->failure.unknown_epochs, epoch);
         if (task->failure.rail.empty()) task->failure.rail = lane.rail();
         return;
     }
-    if (fence_due) insert_unique(task->fences, attempt);
+    if (fence_due) insert_unique(task->fences, epoch);
     if (slice.piece == nullptr) {
         task->imm_failed = true;
     } else {
@@ -223,7 +230,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& l
 void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
     const std::lock_guard lock(mutex_);
     lanes_.push_back(lane);
-    ++attempts_[lane->attempt()].lanes;
+    ++epochs_[lane->epoch()].lanes;
     for (const Task& task : all_tasks()) maybe_finish(task);  // immediates may wait for a lane
 }
 
@@ -235,7 +242,8 @@ bool TransferQueue::attached(const Lane& lane) const {
 void TransferQueue::detach(Lane& lane) {
     const std::lock_guard lock(mutex_);
     std::erase_if(lanes_, [&](const auto& other) { return other.get() == &lane; });
-    if (!runnable_.empty()) wake_lanes();  // it may have been the only one to be woken
+    // It may have been the only one to be woken, or the one to which others left something.
+    if (!runnable_.empty()) wake_lanes();
     for (Task& task : std::exchange(lane.imms, {})) {
         --task->imm_waiting;
         task->imm_failed = true;
@@ -245,20 +253,38 @@ void TransferQueue::detach(Lane& lane) {
 
 void TransferQueue::forget(const Lane& lane) {
     const std::lock_guard lock(mutex_);
-    const auto found = attempts_.find(lane.attempt());
-    if (--found->second.lanes == 0) attempts_.erase(found);
+    const auto found = epochs_.find(lane.epoch());
+    if (--found->second.lanes == 0) epochs_.erase(found);
 }
 
-void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
+bool TransferQueue::tries_left(const TransferTask& task, std::uint32_t rail) const {
+    const auto failures = std::count_if(task.failed_epochs.begin(), task.failed_epochs.end(),
+                                        [rail](const Epoch& e) { return e.rail == rail; });
+    return static_cast<std::uint32_t>(failures) <= retry_count_;
+}
+
+bool TransferQueue::tries_left_elsewhere(const TransferTask& task) const {
+    return std::any_of(lanes_.begin(), lanes_.end(),
+                       [&](const auto& lane) { return tries_left(task, lane->epoch().rail); });
+}
+
+// A rail that has failed too often under a transfer leaves it to those that have not.
+bool TransferQueue::may_carry(const Lane& lane, const TransferTask& task) const {
+    return task.failed_epochs.empty() || tries_left(task, lane.epoch().rail) ||
+           !tries_left_elsewhere(task);
+}
+
+void TransferQueue::epoch_down(const Epoch& epoch, const Cause& cause) {
     const std::lock_guard lock(mutex_);
     if (!cause.transport()) return;
     for (const Task& task : all_tasks()) {
         if (task->dropped) continue;
-        if (std::find(task->fences.begin(), task->fences.end(), attempt) == task->fences.end()) {
+        if (std::find(task->fences.begin(), task->fences.end(), epoch) == task->fences.end()) {
             continue;
         }
-        insert_unique(task->failed_attempts, attempt);
-        if (task->failed_attempts.size() <= retry_count_) continue;
+        insert_unique(task->failed_epochs, epoch);
+        // It goes on where it has not failed too often, if anything of that is up.
+        if (tries_left(*task, epoch.rail) || tries_left_elsewhere(*task)) continue;
         TransferEvent why;
         why.status = TaskStatus::RetryExceeded;
         why.cause = cause.name();
@@ -269,13 +295,13 @@ void TransferQueue::attempt_down(std::uint64_t attempt, const Cause& cause) {
     }
 }
 
-void TransferQueue::fenced(std::uint64_t attempt) {
+void TransferQueue::fenced(const Epoch& epoch) {
     const std::lock_guard lock(mutex_);
-    if (const auto found = attempts_.find(attempt); found != attempts_.end()) {
+    if (const auto found = epochs_.find(epoch); found != epochs_.end()) {
         found->second.fenced = true;
     }
     for (const Task& task : all_tasks()) {
-        if (std::erase(task->fences, attempt) != 0) maybe_finish(task);
+        if (std::erase(task->fences, epoch) != 0) maybe_finish(task);
     }
 }
 
@@ -324,7 +350,7 @@ void TransferQueue::lose() {
 void TransferQueue::drop(TransferTask& task, TransferEvent why) {
     if (task.dropped || task.finished) return;  // the first reason stays
     task.dropped = true;
-    why.unknown_attempts = std::exchange(task.fences, {});
+    why.unknown_epochs = std::exchange(task.fences, {});
     task.failure = std::move(why);
     task.again.clear();
 }
@@ -336,7 +362,9 @@ void TransferQueue::start_immediates(const Task& task) {
             targets.push_back(lane.get());
         }
     }
-    if (targets.empty() && !lanes_.empty()) targets.push_back(lanes_.front().get());
+    for (auto lane = lanes_.begin(); targets.empty() && lane != lanes_.end(); ++lane) {
+        if (may_carry(**lane, *task)) targets.push_back(lane->get());
+    }
     if (targets.empty()) return;  // attach() comes back to it
     task->imm_started = true;
     task->imm_failed = false;

@@ -6,18 +6,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "engine/epoch.h"
 #include "engine/lane.h"
 #include "engine/transfer_task.h"
 #include "verbs/types.h"
 
 namespace aioflagcx::engine {
 
-// Why an attempt's queue pairs failed.
+// Why an epoch's queue pairs failed.
 struct Cause {
     verbs::WcStatus status = verbs::WcStatus::Success;  // Success: moved to ERR by ourselves
     std::uint32_t vendor_err = 0;
@@ -62,10 +64,10 @@ class TransferQueue {
     // It is flushed: nothing of it completes any more.
     void forget(const Lane& lane);
 
-    // An endpoint's lanes of `attempt` are flushed.
-    void attempt_down(std::uint64_t attempt, const Cause& cause);
-    // The peer has confirmed that `attempt` can write no more.
-    void fenced(std::uint64_t attempt);
+    // All lanes of `epoch` are flushed.
+    void epoch_down(const Epoch& epoch, const Cause& cause);
+    // The peer has confirmed that `epoch` can write no more.
+    void fenced(const Epoch& epoch);
 
     void cancel(TransferTask& task);
     // From now on the ring tells how the waiter's task ends, or has done so already. Null when it
@@ -76,7 +78,7 @@ class TransferQueue {
 
   private:
     using Task = std::shared_ptr<TransferTask>;
-    struct Attempt {
+    struct EpochState {
         std::size_t lanes = 0;
         bool fenced = false;
     };
@@ -89,6 +91,9 @@ class TransferQueue {
     void finish(const Task& task);
     void unknown_outcome(const Task& task, Slice slice, const Lane& lane);
     bool attached(const Lane& lane) const;
+    bool tries_left(const TransferTask& task, std::uint32_t rail) const;
+    bool tries_left_elsewhere(const TransferTask& task) const;
+    bool may_carry(const Lane& lane, const TransferTask& task) const;
     void wake_lanes();
     std::vector<Task> all_tasks() const;
 
@@ -98,10 +103,10 @@ class TransferQueue {
     const std::uint32_t retry_count_;
 
     std::mutex mutex_;
-    std::unordered_map<TransferTask*, Task> tasks_;        // not finished
-    std::deque<Task> runnable_;                            // with slices to post
-    std::vector<std::shared_ptr<Lane>> lanes_;             // attached
-    std::unordered_map<std::uint64_t, Attempt> attempts_;  // with lanes that are not flushed
+    std::unordered_map<TransferTask*, Task> tasks_;  // not finished
+    std::deque<Task> runnable_;                      // with slices to post
+    std::vector<std::shared_ptr<Lane>> lanes_;       // attached
+    std::map<Epoch, EpochState> epochs_;             // with lanes that are not flushed
     std::size_t turn_ = 0;  // of the lanes that small transfers are left to
     bool lost_ = false;
 };

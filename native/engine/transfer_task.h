@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/epoch.h"
 #include "engine/event_ring.h"
 #include "engine/request.h"
 #include "engine/waiter.h"
@@ -57,12 +58,12 @@ class TransferTask {
     std::uint64_t next_offset = 0;
     std::vector<Slice> again;  // of unknown outcome, to be posted once more
 
-    std::uint32_t posted = 0;                    // slices and immediates that a lane holds
-    bool queued = false;                         // in the queue's ring of runnable tasks
-    bool dropped = false;                        // nothing more is posted; ends when posted is 0
-    bool finished = false;                       // reported
-    std::vector<std::uint64_t> failed_attempts;  // by their path, with slices of it on them
-    std::vector<Lane*> used;  // lanes that carried data of it; for comparison only
+    std::uint32_t posted = 0;          // slices and immediates that a lane holds
+    bool queued = false;               // in the queue's ring of runnable tasks
+    bool dropped = false;              // nothing more is posted; ends when posted is 0
+    bool finished = false;             // reported
+    std::vector<Epoch> failed_epochs;  // by their path, with slices of it on them
+    std::vector<Lane*> used;           // lanes that carried data of it; for comparison only
 
     // Immediates go out when all data has completed, one per lane used.
     bool imm_started = false;
@@ -70,8 +71,8 @@ class TransferTask {
     std::uint32_t imm_missing = 0;  // not acknowledged yet
     bool imm_failed = false;        // one was flushed: all are sent once more
 
-    // Attempts whose slices were posted again: success counts only once they are fenced.
-    std::vector<std::uint64_t> fences;
+    // Epochs whose slices were posted again: success counts only once they are fenced.
+    std::vector<Epoch> fences;
     TransferEvent failure;  // why it was dropped
 
     bool has_data() const noexcept { return !again.empty() || next_piece < pieces.size(); }

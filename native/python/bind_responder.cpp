@@ -40,10 +40,10 @@ void bind_responder(py::module_& module) {
         .def("accept", &accept, py::arg("attempt"), py::arg("rails"))
         .def(
             "fence",
-            [](Responder& self, std::uint64_t attempt, double timeout) {
-                return self.fence(attempt, deadline_after(timeout));
+            [](Responder& self, std::uint64_t attempt, std::uint64_t rail, double timeout) {
+                return self.fence(attempt, rail, deadline_after(timeout));
             },
-            py::arg("attempt"), py::arg("timeout"), Release())
+            py::arg("attempt"), py::arg("rail"), py::arg("timeout"), Release())
         .def("expect", &Responder::expect, py::arg("imm"), py::arg("count"), Release())
         .def("forget", &Responder::forget, py::arg("imm"), Release())
         .def(

@@ -110,18 +110,18 @@ py::list names(Session& self) {
     return all;
 }
 
-std::string establish(Session& self, std::uint64_t attempt, const py::sequence& rails,
-                      double timeout) {
-    const std::vector<verbs::Attributes> remote = attributes_from(rails);
+std::string establish(Session& self, std::uint64_t attempt, std::uint32_t rail,
+                      const py::sequence& queue_pairs, double timeout) {
+    const std::vector<verbs::Attributes> remote = attributes_from(queue_pairs);
     const py::gil_scoped_release release;
-    return self.establish(attempt, remote, deadline_after(timeout));
+    return self.establish(attempt, rail, remote, deadline_after(timeout));
 }
 
-py::list prepare(Session& self, std::uint64_t attempt) {
+py::list prepare(Session& self, std::uint64_t attempt, std::uint32_t rail) {
     std::vector<verbs::Attributes> local;
     {
         const py::gil_scoped_release release;
-        local = self.prepare(attempt);
+        local = self.prepare(attempt, rail);
     }
     return to_list(local);
 }
@@ -173,8 +173,11 @@ void bind_session(py::module_& module) {
         .def_property_readonly("generation", &Session::generation)
         .def_property_readonly("region_count",
                                [](Session& self) { return self.table()->index().size(); })
-        .def("prepare", &prepare, py::arg("attempt"))
-        .def("establish", &establish, py::arg("attempt"), py::arg("rails"), py::arg("timeout"))
+        .def_property_readonly("rails", &Session::rails)
+        .def("rail_name", &Session::rail_name, py::arg("rail"))
+        .def("prepare", &prepare, py::arg("attempt"), py::arg("rail"))
+        .def("establish", &establish, py::arg("attempt"), py::arg("rail"), py::arg("queue_pairs"),
+             py::arg("timeout"))
         .def("watch", &watch, py::arg("host"), py::arg("port"), py::arg("token"))
         .def("update_table", &update_table, py::arg("full"), py::arg("base"), py::arg("generation"),
              py::arg("table"), py::arg("removed"))
@@ -185,8 +188,12 @@ void bind_session(py::module_& module) {
         .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0,
              py::arg("now") = false, py::arg("waiter") = py::none())
         .def("take_back", &take_back, py::arg("waiter"))
-        .def("fenced", &Session::fenced, py::arg("attempt"),
-             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "fenced",
+            [](Session& self, std::uint64_t attempt, std::uint32_t rail) {
+                self.fenced({attempt, rail});
+            },
+            py::arg("attempt"), py::arg("rail"), py::call_guard<py::gil_scoped_release>())
         .def("fail", &Session::fail, py::call_guard<py::gil_scoped_release>())
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 }

@@ -15,7 +15,8 @@ namespace {
 
 // Module-lifetime references: the interpreter frees them with the process.
 struct Types {
-    py::handle region_record, transfer_event, endpoint_down, keepalive_lost, immediates, path_note;
+    py::handle region_record, epoch, transfer_event, endpoint_down, keepalive_lost, immediates;
+    py::handle path_note;
     py::handle native_error, local_miss, remote_miss;
 };
 Types types;
@@ -89,15 +90,19 @@ void translate(std::exception_ptr pointer) {
     }
 }
 
+py::object epoch_object(const engine::Epoch& epoch) {
+    return types.epoch(epoch.attempt, epoch.rail);
+}
+
 struct EventVisitor {
     py::object operator()(const engine::TransferEvent& e) const {
-        py::list attempts;
-        for (const std::uint64_t attempt : e.unknown_attempts) attempts.append(attempt);
-        return types.transfer_event(e.id, static_cast<int>(e.status), attempts, e.cause,
-                                    e.vendor_err, e.rail, e.address, e.length);
+        py::list epochs;
+        for (const engine::Epoch& epoch : e.unknown_epochs) epochs.append(epoch_object(epoch));
+        return types.transfer_event(e.id, static_cast<int>(e.status), epochs, e.cause, e.vendor_err,
+                                    e.rail, e.address, e.length);
     }
     py::object operator()(const engine::EndpointDown& e) const {
-        return types.endpoint_down(e.session, e.attempt, e.cause, e.vendor_err, e.rail);
+        return types.endpoint_down(e.session, epoch_object(e.epoch), e.cause, e.vendor_err, e.rail);
     }
     py::object operator()(const engine::KeepaliveLost& e) const {
         return types.keepalive_lost(e.owner, e.reason);
@@ -200,12 +205,13 @@ py::object event_object(const engine::Event& event) { return std::visit(EventVis
 void bind_types(py::module_& module) {
     types.region_record =
         named_tuple(module, "RegionRecord", {"id", "addr", "size", "access", "name"}).release();
+    types.epoch = named_tuple(module, "Epoch", {"attempt", "rail"}).release();
     types.transfer_event = named_tuple(module, "TransferEvent",
-                                       {"id", "status", "unknown_attempts", "cause", "vendor_err",
+                                       {"id", "status", "unknown_epochs", "cause", "vendor_err",
                                         "rail", "address", "length"})
                                .release();
     types.endpoint_down =
-        named_tuple(module, "EndpointDown", {"session", "attempt", "cause", "vendor_err", "rail"})
+        named_tuple(module, "EndpointDown", {"session", "epoch", "cause", "vendor_err", "rail"})
             .release();
     types.keepalive_lost = named_tuple(module, "KeepaliveLost", {"owner", "reason"}).release();
     types.immediates = named_tuple(module, "Immediates", {"responder", "imm"}).release();

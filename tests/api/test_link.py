@@ -54,8 +54,8 @@ async def break_path(pair: Pair) -> None:
     """Put the queue pairs of the peer, and so ours, into the error state."""
     assembly: Any = pair.theirs._open
     [guest] = assembly.serving._guests.values()
-    attempt = pair.session._link._attempt
-    await asyncio.to_thread(guest._responder.fence, attempt, 1.0)
+    for rail in pair.session._link.rails._rails:
+        await asyncio.to_thread(guest._responder.fence, rail.attempt, rail.index, 1.0)
 
 
 @pytest.fixture
@@ -77,19 +77,18 @@ def aborted(pair: Pair) -> Callable[[], Any]:
 # The initiator -----------------------------------------------------------------------------------
 
 
-async def test_news_of_a_rail_that_is_up_again_disturbs_nobody(pair: Pair) -> None:
-    """Two rails of one attempt fail one after the other; recovery from the first serves both."""
+async def test_old_news_of_a_rail_disturbs_nobody(pair: Pair) -> None:
     connects = count(pair, "Connect")
     await break_path(pair)
     await pair.write()
     link = pair.session._link
-    [native_session] = [key for key, value in link._runtime.events.links.items() if value is link]
-    late = _native.EndpointDown(
-        native_session, link._attempt - 1, "IBV_WC_RETRY_EXC_ERR", 0, "soft0"
+    [rail] = link.rails._rails
+    await until(lambda: rail.failed and rail.up)
+    late = _native.Epoch(rail.failed, 0)
+    link.endpoint_down(
+        _native.EndpointDown(link.native.id, late, "IBV_WC_RETRY_EXC_ERR", 0, "soft0")
     )
-    link.endpoint_down(late)
-    assert link._recovery is not None
-    await link._recovery
+    assert rail.up and rail.keeper is None
     assert link.alive
     assert connects == [1]
     await pair.write()
@@ -177,8 +176,8 @@ async def test_each_attempt_is_fenced_once(pair: Pair) -> None:
         with pytest.raises(TransferCancelled):
             await transfer
     await pair.write()
-    attempts = pair.session._link._attempt
-    assert fences[0] == attempts - 1
+    [rail] = pair.session._link.rails._rails
+    assert fences[0] == rail.attempt - 1
 
 
 async def test_slices_stay_parked_while_the_fence_is_unanswered(pair: Pair) -> None:

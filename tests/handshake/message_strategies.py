@@ -51,7 +51,7 @@ requests: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Metadata, since=u64),
     st.builds(Notify, name=short_text, payload=blobs, imm=u32, imm_count=u32),
-    st.builds(Fence, attempt=u64),
+    st.builds(Fence, attempt=u64, rail=u32),
 )
 updates = st.builds(
     MetadataUpdate,
@@ -85,7 +85,7 @@ replies: st.SearchStrategy[Message] = st.one_of(
     ),
     updates,
     st.builds(NotifyReply, accepted=st.booleans(), reason=short_text),
-    st.builds(FenceReply, attempt=u64),
+    st.builds(FenceReply, attempt=u64, rail=u32),
     errors,
 )
 pushes: st.SearchStrategy[Message] = st.one_of(updates, st.builds(Goodbye, reason=short_text))

@@ -63,7 +63,7 @@ def plain_reply(message: Message) -> Message | None:
     if isinstance(message, Notify):
         return NotifyReply(accepted=True, reason="")
     if isinstance(message, Fence):
-        return FenceReply(attempt=message.attempt)
+        return FenceReply(attempt=message.attempt, rail=0)
     return None
 
 

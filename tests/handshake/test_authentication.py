@@ -138,7 +138,7 @@ def test_a_version_that_was_not_offered_is_refused() -> None:
         Initiator(ALICE, None).receive(reply)
 
 
-@pytest.mark.parametrize("message", [Auth(mac=b""), Fence(attempt=1), UnknownKind("x\n")])
+@pytest.mark.parametrize("message", [Auth(mac=b""), Fence(attempt=1, rail=0), UnknownKind("x\n")])
 def test_anything_before_hello_is_refused(message: Auth | Fence | UnknownKind) -> None:
     answer = Responder(BOB, None).receive(message)
     assert isinstance(answer, Error)

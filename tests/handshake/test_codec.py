@@ -139,8 +139,8 @@ def test_an_unknown_field_may_be_deep_and_large() -> None:
     deep: Any = []
     for _ in range(200):
         deep = [deep]
-    data = packed("fence", 1, 0, {"new": deep, "attempt": 1, "newer": [[]] * 50_000})
-    assert decode_all(data)[0].message == Fence(attempt=1)
+    data = packed("fence", 1, 0, {"new": deep, "attempt": 1, "rail": 0, "newer": [[]] * 50_000})
+    assert decode_all(data)[0].message == Fence(attempt=1, rail=0)
 
 
 @given(st.sampled_from(["sing", "", "ä"]), st.integers(0, 2**64 - 1), st.booleans(), json_like)
@@ -191,7 +191,7 @@ def test_a_frame_that_is_none_is_an_error_and_stays_one(content: bytes) -> None:
     for _ in range(2):
         with pytest.raises(ProtocolError):
             decoder.next()
-        decoder.feed(encode(Fence(attempt=1), 1))
+        decoder.feed(encode(Fence(attempt=1, rail=0), 1))
 
 
 def test_deep_nesting_is_refused_before_it_exhausts_the_stack() -> None:
@@ -233,7 +233,7 @@ def test_the_limit_counts_the_frame_and_holds_before_the_frame_is_there() -> Non
 
 
 def test_the_limit_can_be_raised_between_two_frames_that_came_together() -> None:
-    small, large = encode(Fence(attempt=1), 1), encode(Goodbye(reason="x" * 1000))
+    small, large = encode(Fence(attempt=1, rail=0), 1), encode(Goodbye(reason="x" * 1000))
     decoder = FrameDecoder(len(small))
     decoder.feed(small + large)
     assert decoder.next() is not None
@@ -268,11 +268,11 @@ def test_a_large_table_in_small_pieces_takes_linear_time(size: int) -> None:
 @pytest.mark.parametrize(
     ("message", "request_id"),
     [
-        (Fence(attempt=1), 0),
-        (FenceReply(attempt=1), 0),
+        (Fence(attempt=1, rail=0), 0),
+        (FenceReply(attempt=1, rail=0), 0),
         (Goodbye(reason=""), 1),
-        (Fence(attempt=1), -1),
-        (Fence(attempt=1), 2**64),
+        (Fence(attempt=1, rail=0), -1),
+        (Fence(attempt=1, rail=0), 2**64),
     ],
 )
 def test_a_request_id_that_does_not_go_with_the_message_is_refused(

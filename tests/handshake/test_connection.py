@@ -71,7 +71,7 @@ def test_every_request_gets_its_reply_in_both_directions(run: Runner) -> None:
                 assert await end.request(CONNECT, 10) == plain_reply(CONNECT)
                 assert (await end.request(Metadata(since=0), None)).generation == 1
                 assert (await end.request(NOTIFY, 10)).accepted
-                assert (await end.request(Fence(attempt=5), 10)).attempt == 5
+                assert (await end.request(Fence(attempt=5, rail=0), 10)).attempt == 5
 
     run(scenario())
 
@@ -85,11 +85,12 @@ def test_replies_find_their_requests_in_any_order(run: Runner) -> None:
             await release[message.attempt].wait()
             if message.attempt:
                 release[message.attempt - 1].set()
-            return FenceReply(attempt=message.attempt)
+            return FenceReply(attempt=message.attempt, rail=0)
 
         async with connected(server=RecordingHandler(answer)) as (initiator, _):
             requests = [
-                asyncio.ensure_future(initiator.request(Fence(attempt=n), 10)) for n in range(10)
+                asyncio.ensure_future(initiator.request(Fence(attempt=n, rail=0), 10))
+                for n in range(10)
             ]
             release[9].set()
             assert [reply.attempt for reply in await asyncio.gather(*requests)] == list(range(10))
@@ -136,7 +137,7 @@ def test_what_a_handler_raises_reaches_the_requester(
     run(scenario())
 
 
-@pytest.mark.parametrize("answered", [None, FenceReply(attempt=1)])
+@pytest.mark.parametrize("answered", [None, FenceReply(attempt=1, rail=0)])
 def test_a_handler_that_answers_wrongly_is_an_internal_error(
     run: Runner, answered: Message | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,12 +159,12 @@ def test_a_handler_that_fails_on_a_push_costs_a_log_record(
     async def scenario() -> None:
         async def answer(message: Message) -> Message | None:
             if isinstance(message, Fence):
-                return FenceReply(attempt=message.attempt)
+                return FenceReply(attempt=message.attempt, rail=0)
             raise RuntimeError("oops")
 
         async with connected(server=RecordingHandler(answer)) as (initiator, _):
             initiator.push(update())
-            assert (await initiator.request(Fence(attempt=1), 10)).attempt == 1
+            assert (await initiator.request(Fence(attempt=1, rail=0), 10)).attempt == 1
 
     run(scenario())
     assert "handling metadata failed" in caplog.text
@@ -189,7 +190,7 @@ def test_a_request_times_out_and_its_late_reply_is_dropped(
             assert caught.value.peer == SERVER.session_id
             release.set()
             for n in range(3):
-                assert (await initiator.request(Fence(attempt=n), 10)).attempt == n
+                assert (await initiator.request(Fence(attempt=n, rail=0), 10)).attempt == n
 
     run(scenario())
 
@@ -228,7 +229,7 @@ def test_a_cancelled_request_leaves_the_connection_usable(run: Runner) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             release.set()
-            assert (await initiator.request(Fence(attempt=1), 10)).attempt == 1
+            assert (await initiator.request(Fence(attempt=1, rail=0), 10)).attempt == 1
 
     run(scenario())
 
@@ -244,7 +245,7 @@ def test_a_dropped_connection_fails_what_waits_and_what_comes_after(run: Runner)
 
         async with RawPeer.accepting(behave) as port:
             connection = await connect(port, handler)
-            requests = [connection.request(Fence(attempt=n), None) for n in range(3)]
+            requests = [connection.request(Fence(attempt=n, rail=0), None) for n in range(3)]
             for outcome in await asyncio.gather(*requests, return_exceptions=True):
                 assert isinstance(outcome, PeerLost)
                 assert outcome.peer == SERVER.session_id
@@ -252,7 +253,7 @@ def test_a_dropped_connection_fails_what_waits_and_what_comes_after(run: Runner)
             assert reason.kind == "lost"
             assert await handler.ends.get() == (connection, reason)
             with pytest.raises(PeerLost):
-                await connection.request(Fence(attempt=1), 10)
+                await connection.request(Fence(attempt=1, rail=0), 10)
             connection.push(update())  # nothing happens
             connection.close("again")
             assert await connection.closed == reason
@@ -354,7 +355,7 @@ def test_a_peer_that_does_not_read_replies_costs_bounded_memory_and_nobody_else(
             while handled != concurrent:
                 handled = concurrent
                 for n in range(100):
-                    assert (await other.request(Fence(attempt=n), 10)).attempt == n
+                    assert (await other.request(Fence(attempt=n, rail=0), 10)).attempt == n
                     concurrent -= 1
             assert handled < count
             assert not slow.is_closed
@@ -383,12 +384,12 @@ def test_a_request_waits_until_the_peer_reads_but_not_beyond_its_timeout(run: Ru
             with pytest.raises(TransferTimeout):
                 await connection.request(NOTIFY, 0.02)
             assert connection._transport.get_write_buffer_size() <= unsent  # type: ignore[union-attr]
-            waiting = asyncio.ensure_future(connection.request(Fence(attempt=3), 10))
+            waiting = asyncio.ensure_future(connection.request(Fence(attempt=3, rail=0), 10))
             peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert (await peer.receive()).message == update(8_000_000)
             frame = await peer.receive()  # the request that timed out was never sent
-            assert frame.message == Fence(attempt=3)
-            peer.send(FenceReply(attempt=3), frame.request_id)
+            assert frame.message == Fence(attempt=3, rail=0)
+            peer.send(FenceReply(attempt=3, rail=0), frame.request_id)
             assert (await waiting).attempt == 3
 
     run(scenario())
@@ -440,7 +441,8 @@ def test_requests_handled_at_once_are_bounded_by_number(run: Runner) -> None:
         limits = dataclasses.replace(LIMITS, max_handlers=3)
         async with connected(server=RecordingHandler(answer), limits=limits) as (initiator, _):
             requests = [
-                asyncio.ensure_future(initiator.request(Fence(attempt=n), 10)) for n in range(20)
+                asyncio.ensure_future(initiator.request(Fence(attempt=n, rail=0), 10))
+                for n in range(20)
             ]
             await full.wait()
             release.set()
@@ -497,8 +499,8 @@ def test_a_flood_of_frames_leaves_turns_to_the_event_loop(run: Runner) -> None:
                         seen_at.append(turns)
 
             counter = asyncio.ensure_future(count_turns())
-            peer.writer.write(encode(update()) * 500 + encode(Fence(attempt=1), 3))
-            assert (await peer.receive()).message == FenceReply(attempt=1)
+            peer.writer.write(encode(update()) * 500 + encode(Fence(attempt=1, rail=0), 3))
+            assert (await peer.receive()).message == FenceReply(attempt=1, rail=0)
             counter.cancel()
             assert len(set(seen_at)) > 400  # not all in one turn
             assert not connection.is_closed
@@ -522,8 +524,8 @@ def test_an_unknown_kind_is_answered_with_an_error_and_a_push_of_one_is_ignored(
             assert isinstance(frame.message, Error)
             assert frame.message.code == "unsupported"
             assert "sing" in frame.message.message
-            peer.send(Fence(attempt=1), 8)
-            assert (await peer.receive()).message == FenceReply(attempt=1)
+            peer.send(Fence(attempt=1, rail=0), 8)
+            assert (await peer.receive()).message == FenceReply(attempt=1, rail=0)
 
     run(scenario())
 
@@ -531,7 +533,7 @@ def test_an_unknown_kind_is_answered_with_an_error_and_a_push_of_one_is_ignored(
 @pytest.mark.parametrize(
     ("bytes_for", "expected", "words"),
     [
-        (lambda n: encode(FenceReply(attempt=1), n + 1), ProtocolError, "never made"),
+        (lambda n: encode(FenceReply(attempt=1, rail=0), n + 1), ProtocolError, "never made"),
         (lambda n: encode(NotifyReply(accepted=True, reason=""), n), ProtocolError, "answered"),
         (lambda n: b"\0\0\0\1\xc1", ProtocolError, "broken frame"),
         (lambda n: b"GET / HTTP/1.1\r\n\r\n", ProtocolError, "exceed the limit"),
@@ -567,7 +569,7 @@ def test_a_reply_that_is_none_fails_the_request(
         async with RawPeer.accepting(behave) as port:
             connection = await connect(port)
             with pytest.raises(AioFlagcxError, match=words) as caught:
-                await connection.request(Fence(attempt=1), 10)
+                await connection.request(Fence(attempt=1, rail=0), 10)
             assert type(caught.value) is expected
             connection.close("done")
             await connection.wait_closed()
@@ -652,8 +654,8 @@ def test_handlers_run_on_after_the_end_and_are_cancelled_by_wait_closed(run: Run
         async with serving(server, limits=limits) as running:
             async with RawPeer.dial(running.port) as peer:
                 await peer.introduce()
-                peer.send(Fence(attempt=0), 3)
-                peer.send(Fence(attempt=1), 4)
+                peer.send(Fence(attempt=0, rail=0), 3)
+                peer.send(Fence(attempt=1, rail=0), 4)
                 for _ in range(2):
                     await server.messages.get()
             connection, reason = await server.ends.get()

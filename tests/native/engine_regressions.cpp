@@ -30,7 +30,7 @@ TEST_F(SessionTest, AQueuePairThatOnlyFlushesIsReplaced) {
     scripts[0]->set_hold(false);
     wait_down(1);
     EXPECT_EQ(downs[0].cause, "IBV_WC_WR_FLUSH_ERR");
-    session->fenced(1);
+    session->fenced({1, 0});
     establish(2);
     wait_done(1);
 }
@@ -42,18 +42,18 @@ TEST_F(SessionTest, EveryFailureOfThePathUsesUpATry) {
     EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
 }
 
-TEST_F(SessionTest, AnAttemptIsOneTryHoweverManyOfItsRailsFail) {
+TEST_F(SessionTest, RailsThatFailTogetherUseUpOneTry) {
     options.retry_count = 1;
     start(3);
     for (const auto& script : scripts) script->set_hold(true);
-    write(1, 0, 24 * kSlice);
+    write(1, 0, 64 * kSlice);
     for (const auto& script : scripts) script->wait_posted(8);
     // One after the other, each before the others' slices can be posted again on it.
     for (const auto& script : scripts) script->break_now(WcStatus::RetryExcErr);
     wait_down(3);
     EXPECT_TRUE(failed.empty());
     for (const auto& script : scripts) script->set_hold(false);
-    session->fenced(1);
+    for (std::uint32_t rail = 0; rail < 3; ++rail) session->fenced({1, rail});
     establish(2);
     wait_done(1);
 }
@@ -66,7 +66,7 @@ TEST_F(SessionTest, AQueuePairThatCannotPostIsReplaced) {
     wait_down(1);
     EXPECT_EQ(downs[0].cause, "IBV_WC_GENERAL_ERR");
     scripts[0]->set_broken(false);
-    session->fenced(1);
+    session->fenced({1, 0});
     establish(2);
     wait_done(1);
     EXPECT_TRUE(same());
@@ -81,7 +81,7 @@ TEST_F(SessionTest, AQueuePairThatCannotGoToErrIsDestroyed) {
     scripts[0]->set_broken(true);
     session->abort(task);
     wait_failed(1);
-    EXPECT_EQ(failed[0].unknown_attempts, std::vector<std::uint64_t>{1});
+    EXPECT_EQ(failed[0].unknown_epochs, (std::vector<Epoch>{{1, 0}}));
     wait_down(1);
     const std::lock_guard lock(scripts[0]->mutex);
     EXPECT_TRUE(scripts[0]->queue_pairs.empty());
@@ -171,12 +171,12 @@ TEST_F(SessionTest, AResponderHoldsABoundedNumberOfQueuePairs) {
         engine->create_responder("peer", Liveness::Seconds(1), Liveness::Seconds(1000));
     std::size_t accepted = 0;
     try {
-        for (std::uint64_t rail = 0; rail < 200; ++rail, ++accepted) {
+        for (std::uint64_t rail = 0; rail < 2000; ++rail, ++accepted) {
             responder->accept(rail, {{{"rail", rail}}});
         }
-        FAIL() << "200 queue pairs on one device";
+        FAIL() << "2000 queue pairs of one peer";
     } catch (const NativeError&) {
-        EXPECT_EQ(accepted, 64u);
+        EXPECT_EQ(accepted, 1024u);
     }
     responder->accept(1000, {{{"rail", std::uint64_t{3}}}});  // in the old one's place
     responder->close(verbs::Deadline::max());

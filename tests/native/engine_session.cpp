@@ -40,7 +40,7 @@ TEST_F(SessionTest, ASmallWriteDoesNotWaitBehindALargeOne) {
     scripts[0]->set_hold(false);
     session->abort(large);  // frees the lane; the small one goes on after the next establish
     wait_down(1);
-    session->fenced(1);
+    session->fenced({1, 0});
     establish(2);
     wait_done(2);
     EXPECT_EQ(scripts[0]->posted.back().sge.length, 100u);
@@ -56,7 +56,7 @@ TEST_F(SessionTest, CancelDropsWhatIsNotPostedAndWaitsForTheRest) {
     session->abort(task);
     wait_failed(1);
     EXPECT_EQ(failed[0].status, TaskStatus::Cancelled);
-    EXPECT_EQ(failed[0].unknown_attempts, std::vector<std::uint64_t>{1});
+    EXPECT_EQ(failed[0].unknown_epochs, (std::vector<Epoch>{{1, 0}}));
     wait_down(1);
     EXPECT_EQ(downs[0].cause, "");
 }
@@ -74,7 +74,7 @@ TEST_F(SessionTest, OthersOnAnAbortedQueuePairSurvive) {
     establish(2);  // not fenced yet: the data may land, but must not count
     scripts[0]->wait_posted(12);
     EXPECT_FALSE(done.contains(2));
-    session->fenced(1);
+    session->fenced({1, 0});
     wait_done(2);
     EXPECT_TRUE(std::equal(source.begin() + 4 * kSlice, source.begin() + 8 * kSlice,
                            target.begin() + 4 * kSlice));
@@ -95,7 +95,7 @@ TEST_F(SessionTest, ARemoteAccessErrorFailsItsTransferAndNoOther) {
     EXPECT_EQ(failed[0].length, kSlice);
     wait_down(1);
     scripts[0]->set_hold(false);
-    session->fenced(1);
+    session->fenced({1, 0});
     establish(2);
     wait_done(2);
 }
@@ -113,8 +113,8 @@ TEST_F(SessionTest, ATransportErrorThatPassesIsNotSeen) {
     scripts[0]->fail_next(WcStatus::RetryExcErr);
     write(1, 0, source.size());
     wait_down(1);
-    EXPECT_EQ(downs[0].attempt, 1u);
-    session->fenced(1);
+    EXPECT_EQ(downs[0].epoch.attempt, 1u);
+    session->fenced({1, 0});
     establish(2);
     wait_done(1);
     EXPECT_TRUE(same());
@@ -133,7 +133,7 @@ TEST_F(SessionTest, ASliceOfUnknownOutcomeCountsOnlyOnceItsAttemptIsFenced) {
     write(2, 0, 0, 3);
     wait_done(2);
     EXPECT_FALSE(done.contains(1));
-    session->fenced(1);
+    session->fenced({1, 0});
     wait_done(1);
     EXPECT_TRUE(std::equal(source.begin(), source.begin() + 64 * kSlice, target.begin()));
 }
@@ -153,7 +153,7 @@ TEST_F(SessionTest, AnImmediateGoesOutOnEachQueuePairUsed) {
     start(2);
     scripts[0]->set_hold(true);
     scripts[1]->set_hold(true);
-    const auto task = write(1, 0, 16 * kSlice, 5);
+    const auto task = write(1, 0, 64 * kSlice, 5);
     scripts[0]->wait_posted(8);
     scripts[1]->wait_posted(8);
     EXPECT_EQ(scripts[0]->posted_count() + scripts[1]->posted_count(), 16u);
@@ -180,7 +180,7 @@ TEST_F(SessionTest, AnImmediateOfUnknownOutcomeIsSentOnceMore) {
                     {nullptr, 0, false});
     session->submit(request, 2, 9);
     wait_down(1);
-    session->fenced(1);
+    session->fenced({1, 0});
     establish(2);
     wait_done(2);
 }
@@ -193,9 +193,9 @@ TEST_F(SessionTest, ALostSessionEndsEveryTransferAndRefusesMore) {
     session->fail();
     wait_failed(1);
     EXPECT_EQ(failed[0].status, TaskStatus::Lost);
-    EXPECT_EQ(failed[0].unknown_attempts, std::vector<std::uint64_t>{1});
+    EXPECT_EQ(failed[0].unknown_epochs, (std::vector<Epoch>{{1, 0}}));
     EXPECT_THROW(write(2, 0, 10), NativeError);
-    EXPECT_THROW(session->prepare(2), NativeError);
+    EXPECT_THROW(session->prepare(2, 0), NativeError);
     session->close();
     EXPECT_TRUE(downs.empty());
 }
@@ -271,10 +271,11 @@ TEST_F(SessionTest, NeighbouringPiecesAreMerged) {
 
 TEST_F(SessionTest, AnAttemptOfALostSessionSaysSo) {
     start(1);
-    const auto offer = session->prepare(2);
-    session->fail();
+    const auto other = engine->create_session("peer:2");
+    const auto offer = other->prepare(1, 0);
+    other->fail();
     try {
-        session->establish(2, offer, verbs::Deadline::max());
+        other->establish(1, 0, offer, verbs::Deadline::max());
         FAIL();
     } catch (const NativeError& error) {
         EXPECT_NE(error.detail().find("is lost"), std::string::npos) << error.what();
@@ -292,9 +293,11 @@ TEST_F(SessionTest, AClosedSessionIsNotCounted) {
 
 TEST_F(SessionTest, AStaleAttemptIsNotEstablished) {
     start(1);
-    const auto first = session->prepare(2);
-    session->prepare(3);
-    EXPECT_THROW(session->establish(2, first, verbs::Deadline::max()), NativeError);
+    const auto other = engine->create_session("peer:2");
+    const auto first = other->prepare(1, 0);
+    other->prepare(2, 0);
+    EXPECT_THROW(other->establish(1, 0, first, verbs::Deadline::max()), NativeError);
+    EXPECT_THROW(session->prepare(2, 0), NativeError);  // it is up
 }
 
 }  // namespace

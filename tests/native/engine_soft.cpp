@@ -33,7 +33,7 @@ struct Shape {
 struct Side {
     explicit Side(const Shape& shape) {
         EngineOptions options;
-        options.devices.assign(shape.devices, "soft");
+        options.devices = {"soft:" + std::to_string(shape.devices)};
         options.workers_per_device = shape.workers;
         options.qps_per_endpoint = shape.qps;
         options.bind_address = options.advertise_address = "127.0.0.1";
@@ -58,6 +58,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
     std::shared_ptr<Responder> responder =
         target.engine->create_responder("initiator", Liveness::Seconds(1), Liveness::Seconds(1000));
     std::uint64_t attempt = 0;
+    std::vector<Epoch> epochs{GetParam().devices};  // by rail: the latest
     std::set<std::uint64_t> done;
     std::vector<TransferEvent> failed;
     bool lost = false;  // nothing is recovered any more
@@ -67,7 +68,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
         session->update_table(true, 0, target.engine->regions()->generation(),
                               {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()},
                               {});
-        connect();
+        for (std::uint32_t rail = 0; rail < epochs.size(); ++rail) connect(rail);
         session->watch("127.0.0.1", target.engine->liveness().port(),
                        {responder->keepalive_token().begin(), responder->keepalive_token().end()});
     }
@@ -77,12 +78,15 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
         initiator.engine->close();
         target.engine->close();
     }
-    void connect() {
-        ++attempt;
-        const auto offer = session->prepare(attempt);
-        if (offer.empty()) return;  // one attempt replaced all rails that were down
-        const auto reply = responder->accept(attempt, offer);
-        EXPECT_EQ(session->establish(attempt, reply, verbs::Clock::now() + 20s), GetParam().path);
+    void connect(std::uint32_t rail) {
+        epochs[rail] = {++attempt, rail};
+        const auto reply = responder->accept(attempt, session->prepare(attempt, rail));
+        EXPECT_EQ(session->establish(attempt, rail, reply, verbs::Clock::now() + 20s),
+                  GetParam().path);
+    }
+    void fence(const Epoch& epoch) {
+        responder->fence(epoch.attempt, epoch.rail, verbs::Deadline::max());
+        session->fenced(epoch);
     }
     std::shared_ptr<TransferTask> submit(Op op, std::uint64_t id, std::uint64_t from,
                                          std::uint64_t to, std::uint64_t length) {
@@ -111,9 +115,8 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
         for (Event& event : events) {
             if (auto* transfer = std::get_if<TransferEvent>(&event)) failed.push_back(*transfer);
             if (auto* down = std::get_if<EndpointDown>(&event); down != nullptr && !lost) {
-                responder->fence(down->attempt, verbs::Deadline::max());
-                session->fenced(down->attempt);
-                connect();
+                fence(down->epoch);
+                connect(down->epoch.rail);
             }
         }
     }
@@ -166,10 +169,7 @@ TEST_P(SoftEnginesUnderStress, StoppedTransfersAreQuietAndOthersSurvive) {
         if (!failed.empty()) {
             ASSERT_EQ(failed[0].id, victim_id);
             ASSERT_EQ(failed[0].status, TaskStatus::Cancelled);
-            for (const std::uint64_t unknown : failed[0].unknown_attempts) {
-                responder->fence(unknown, verbs::Deadline::max());
-                session->fenced(unknown);
-            }
+            for (const Epoch& unknown : failed[0].unknown_epochs) fence(unknown);
         }
         // Ended and fenced: the source may change, the destination must not.
         std::fill(initiator.memory.begin(), initiator.memory.begin() + kBytes / 2,
@@ -190,7 +190,8 @@ TEST_P(SoftEnginesUnderStress, AResponderFencedUnderLoadIsTransparent) {
         std::fill(target.memory.begin(), target.memory.end(), std::uint8_t{0});
         const auto task = submit(Op::Write, id, 0, 0, kBytes);
         wait_bytes(*task, kBytes / 4);
-        responder->fence(attempt, verbs::Deadline::max());
+        const Epoch& epoch = epochs[id % epochs.size()];
+        responder->fence(epoch.attempt, epoch.rail, verbs::Deadline::max());
         while (!done.contains(id)) turn();
         ASSERT_EQ(initiator.memory, target.memory);
     }

@@ -31,6 +31,7 @@ struct Script {
     verbs::WcStatus fail = verbs::WcStatus::Success;  // status for the next request, once
     bool refuse = false;                              // post_send() takes nothing
     bool broken = false;                              // post_send() and to_error() throw
+    bool gone = false;                                // create_qp() throws
     std::vector<verbs::SendWr> posted;                // every request ever posted
     std::vector<FakeQp*> queue_pairs;                 // alive
 
@@ -45,6 +46,10 @@ struct Script {
     void set_broken(bool value) {
         const std::lock_guard lock(mutex);
         broken = value;
+    }
+    void set_gone(bool value) {
+        const std::lock_guard lock(mutex);
+        gone = value;
     }
     void fail_next(verbs::WcStatus status) {
         const std::lock_guard lock(mutex);
@@ -221,6 +226,10 @@ class FakePd final : public verbs::ProtectionDomain {
         return std::make_unique<FakeMr>(next_key_.fetch_add(2));
     }
     std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit& init) override {
+        {
+            const std::lock_guard lock(script_->mutex);
+            if (script_->gone) throw NativeError("create_qp", ENODEV, "as the script says");
+        }
         return std::make_unique<FakeQp>(script_, static_cast<FakeCq*>(init.send_cq));
     }
 

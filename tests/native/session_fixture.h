@@ -60,9 +60,12 @@ struct SessionTest : ::testing::Test {
     }
 
     void establish(std::uint64_t attempt) {
-        auto remote = session->prepare(attempt);
+        for (std::uint32_t rail = 0; rail < scripts.size(); ++rail) establish(attempt, rail);
+    }
+    void establish(std::uint64_t attempt, std::uint32_t rail) {
+        auto remote = session->prepare(attempt, rail);
         for (auto& attributes : remote) attributes["device"] = attributes["rail"];
-        session->establish(attempt, remote, verbs::Deadline::max());
+        session->establish(attempt, rail, remote, verbs::Deadline::max());
     }
     std::shared_ptr<TransferTask> write(std::uint64_t id, std::uint64_t offset,
                                         std::uint64_t length, std::uint32_t imm = 0) {
@@ -104,7 +107,7 @@ struct SessionTest : ::testing::Test {
                 establish(attempt);
             }
             wait_down(attempt);
-            session->fenced(attempt);
+            session->fenced({attempt, 0});
         }
         wait_failed(1);
     }

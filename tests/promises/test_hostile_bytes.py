@@ -62,7 +62,7 @@ def broken_inputs(rng: np.random.Generator) -> Iterator[bytes]:
         broken[cut] ^= int(rng.integers(1, 256))
         yield bytes(broken)
     # Without authentication, and then with ids that are none.
-    yield hello + encode(Fence(attempt=1), 2) + encode(Metadata(since=0), 3)
+    yield hello + encode(Fence(attempt=1, rail=0), 2) + encode(Metadata(since=0), 3)
     yield hello + encode(Notify(name="x", payload=b"", imm=0, imm_count=0), 2)
 
 
@@ -174,7 +174,7 @@ async def test_a_session_that_misbehaves_after_its_handshake_costs_only_itself(l
                         ),
                         3,
                     )
-                    + encode(Fence(attempt=2**63), 4)
+                    + encode(Fence(attempt=2**63, rail=0), 4)
                     + encode(Metadata(since=2**64 - 1), 5)
                     + encode(Notify(name="written", payload=b"", imm=5, imm_count=2**32 - 1), 6),
                     reset=True,

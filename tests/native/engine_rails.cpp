@@ -1,0 +1,208 @@
+// Several rails: each fails, is fenced and comes back by itself.
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "common/error.h"
+#include "session_fixture.h"
+
+namespace aioflagcx::engine {
+namespace {
+
+std::set<testing::FakeQp*> queue_pairs(Script& script) {
+    const std::lock_guard lock(script.mutex);
+    return {script.queue_pairs.begin(), script.queue_pairs.end()};
+}
+
+TEST_F(SessionTest, AFailedRailLeavesTheOtherAlone) {
+    start(2);
+    const auto healthy = queue_pairs(*scripts[1]);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 64 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    scripts[0]->break_now(WcStatus::RetryExcErr);
+    wait_down(1);
+    EXPECT_EQ(downs[0].epoch, (Epoch{1, 0}));
+    EXPECT_EQ(scripts[1]->posted_count(), 8u);
+    scripts[0]->set_hold(false);
+    session->fenced({1, 0});
+    establish(2, 0);  // carries its slices anew; the other's are where they were
+    scripts[0]->wait_posted(64);
+    EXPECT_FALSE(done.contains(1));
+    scripts[1]->release();
+    wait_done(1);
+    EXPECT_EQ(scripts[1]->posted_count(), 8u);
+    EXPECT_EQ(queue_pairs(*scripts[1]), healthy);
+    EXPECT_EQ(downs.size(), 1u);
+    EXPECT_EQ(engine->stats().slices_reposted.load(), 8u);
+}
+
+TEST_F(SessionTest, OnlyTheFenceOfTheRailThatFailedIsWaitedFor) {
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 64 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    scripts[0]->break_now(WcStatus::RetryExcErr);
+    scripts[1]->release();
+    scripts[1]->wait_posted(64);
+    session->fenced({1, 1});  // of another rail,
+    session->fenced({2, 0});  // of another attempt: neither says anything about this one
+    write(2, 0, 0, 3);
+    wait_done(2);
+    EXPECT_FALSE(done.contains(1));
+    session->fenced({1, 0});
+    wait_done(1);
+}
+
+TEST_F(SessionTest, ARailThatFailsAgainAndAgainFailsNoTransferWhileAnotherWorks) {
+    options.retry_count = 1;
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 64 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    for (std::uint64_t attempt = 1; attempt <= 2; ++attempt) {
+        scripts[0]->wait_posted(8 * attempt);
+        scripts[0]->break_now(WcStatus::RetryExcErr);
+        wait_down(attempt);
+        session->fenced({attempt, 0});
+        establish(attempt + 1, 0);
+    }
+    // It has failed too often under this one, but not under others.
+    write(2, 0, kSlice);
+    scripts[0]->wait_posted(17);
+    EXPECT_EQ(scripts[0]->posted_count(), 17u);
+    EXPECT_TRUE(failed.empty());
+    for (const auto& script : scripts) script->release();
+    wait([&] { return done.size() == 2; });
+    EXPECT_EQ(scripts[0]->posted_count(), 17u);
+    EXPECT_TRUE(std::equal(source.begin(), source.begin() + 64 * kSlice, target.begin()));
+}
+
+TEST_F(SessionTest, ARailThatFailedTooOftenIsUsedWhenNoOtherIsUp) {
+    options.retry_count = 0;
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    const auto other = write(1, 0, 32 * kSlice);
+    write(2, 32 * kSlice, 32 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    scripts[0]->break_now(WcStatus::RetryExcErr);
+    wait_down(1);
+    session->fenced({1, 0});
+    scripts[0]->set_hold(false);
+    establish(2, 0);
+    session->abort(other);  // and with it the rail that still worked
+    wait_failed(1);
+    wait_down(2);
+    session->fenced({1, 1});
+    wait_done(2);
+    EXPECT_EQ(failed[0].id, 1u);
+    EXPECT_TRUE(std::equal(source.begin() + 32 * kSlice, source.begin() + 64 * kSlice,
+                           target.begin() + 32 * kSlice));
+}
+
+TEST_F(SessionTest, ATransferThatFailsOnEveryRailIsGivenUp) {
+    options.retry_count = 1;
+    start(2);
+    std::uint64_t attempt = 1;
+    for (const auto& script : scripts) script->fail_next(WcStatus::RetryExcErr);
+    write(1, 0, kSlice);
+    while (failed.empty()) {
+        ASSERT_LT(attempt, 10u) << "it goes on for ever";
+        wait_down(attempt);
+        const Epoch down = downs[attempt - 1].epoch;
+        scripts[down.rail]->fail_next(WcStatus::RetryExcErr);
+        session->fenced(down);
+        establish(++attempt, down.rail);
+    }
+    EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
+    EXPECT_TRUE(done.empty());
+    for (const auto& script : scripts) script->fail_next(WcStatus::Success);
+}
+
+TEST_F(SessionTest, WithASidesMoreDevicesThereAreMoreRails) {
+    start(2);
+    EXPECT_EQ(session->rails(), 2u);
+    const auto other = engine->create_session("peer:2");
+    EXPECT_EQ(other->rails(), 2u);  // the peer's are not known yet
+    TableData data;
+    data.devices = 3;
+    data.generation = 1;
+    const std::string table = encode_table(data);
+    other->update_table(true, 0, 1,
+                        {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()}, {});
+    EXPECT_EQ(other->rails(), 3u);
+    EXPECT_EQ(other->rail_name(2), "fake0->device 2");
+    auto remote = other->prepare(1, 2);
+    remote[0]["device"] = std::uint64_t{2};
+    remote[0]["name"] = std::string("nic2");
+    other->establish(1, 2, remote, verbs::Deadline::max());
+    EXPECT_EQ(other->rail_name(2), "fake0->nic2");
+    EXPECT_THROW(other->prepare(1, 3), NativeError);
+    EXPECT_THROW(other->prepare(2, 2), NativeError);  // it is up
+    other->close();
+}
+
+TEST_F(SessionTest, ARailThatThePeerRefusesSaysWhy) {
+    start(1);
+    scripts[0]->fail_next(WcStatus::RetryExcErr);
+    write(1, 0, kSlice);
+    wait_down(1);
+    session->fenced({1, 0});
+    session->prepare(2, 0);
+    try {
+        session->establish(
+            2, 0, {{{"device", std::uint64_t{0}}, {"refused", std::string("no such device")}}},
+            verbs::Deadline::max());
+        FAIL();
+    } catch (const NativeError& error) {
+        EXPECT_NE(error.detail().find("no such device"), std::string::npos) << error.what();
+    }
+    establish(3);
+    wait_done(1);
+}
+
+TEST_F(SessionTest, AResponderRefusesWhatItsDeviceRefusesAndAcceptsTheRest) {
+    start(2);
+    const auto responder =
+        engine->create_responder("peer", Liveness::Seconds(1), Liveness::Seconds(1000));
+    scripts[1]->set_gone(true);
+    const auto reply = responder->accept(
+        1,
+        {{{"rail", std::uint64_t{0}}}, {{"rail", std::uint64_t{1}}}, {{"rail", std::uint64_t{2}}}});
+    ASSERT_EQ(reply.size(), 3u);
+    EXPECT_FALSE(reply[0].contains("refused"));
+    EXPECT_FALSE(reply[2].contains("refused"));  // by the first device
+    EXPECT_NE(std::get<std::string>(reply[1].at("refused")).find("create_qp"), std::string::npos);
+    EXPECT_EQ(std::get<std::string>(reply[1].at("name")), "fake1");
+    scripts[1]->set_gone(false);
+    EXPECT_FALSE(responder->accept(2, {{{"rail", std::uint64_t{1}}}})[0].contains("refused"));
+    responder->close(verbs::Deadline::max());
+}
+
+TEST_F(SessionTest, AResponderFencesOneRailOfOneAttempt) {
+    start(2);
+    const auto ours = queue_pairs(*scripts[0]);
+    const auto responder =
+        engine->create_responder("peer", Liveness::Seconds(1), Liveness::Seconds(1000));
+    responder->accept(1, {{{"rail", std::uint64_t{0}}}, {{"rail", std::uint64_t{1}}}});
+    const auto states = [&] {
+        std::vector<bool> rts;
+        for (const auto& script : scripts) {
+            const std::lock_guard lock(script->mutex);
+            // The session's queue pair is the first of its device, the responder's the second.
+            rts.push_back(script->queue_pairs.size() == 2 &&
+                          script->queue_pairs[1]->state() == verbs::QpState::Rts);
+        }
+        return rts;
+    };
+    EXPECT_EQ(states(), (std::vector{true, true}));
+    responder->fence(2, 0, verbs::Deadline::max());
+    responder->fence(1, 2, verbs::Deadline::max());
+    EXPECT_EQ(states(), (std::vector{true, true}));
+    responder->fence(1, 0, verbs::Deadline::max());
+    EXPECT_EQ(states(), (std::vector{false, true}));
+    responder->close(verbs::Deadline::max());
+}
+
+}  // namespace
+}  // namespace aioflagcx::engine
