@@ -23,6 +23,7 @@ comma := ,
 
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find native -type f -o -type d)
 CXX_FILES = $(shell find native tests/native benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
+SHELL_FILES := .ci/run scripts/system-deps tests/guest/init tests/guest/setup
 PY_FILES := aioflagcx $(wildcard benchmarks examples scripts tests)
 
 # TSan cannot place its shadow memory under some kernels' address randomization, so it is switched
@@ -42,17 +43,23 @@ RAW := build/raw/copy build/raw/stream
 # Options of benchmarks/run.py.
 BENCH ?=
 
-.PHONY: help bench demo test sanitize lint format wheel-check clean
+# Runs what follows in a QEMU guest with Soft-RoCE devices, see docs/softroce.md.
+IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --writable $(GUEST_RESULTS)
+GUEST_RESULTS := build/softroce/results
+
+.PHONY: help bench bench-softroce demo test test-softroce sanitize lint format wheel-check clean
 
 help:
-	@echo "make demo         run examples/kv_push.py"
-	@echo "make test         Python and native tests"
-	@echo "make bench        figures beside what the bare machine does; BENCH=options"
-	@echo "make sanitize     native tests under ASan+UBSan, then under TSan"
-	@echo "make lint         ruff, mypy, clang-format"
-	@echo "make format       format Python and C++ in place"
-	@echo "make wheel-check  build a wheel, use it from an empty environment"
-	@echo "make clean        remove everything that was set up or built"
+	@echo "make demo            run examples/kv_push.py"
+	@echo "make test            Python and native tests"
+	@echo "make test-softroce   tests of RDMA, in a guest with Soft-RoCE devices"
+	@echo "make bench           figures beside what the bare machine does; BENCH=options"
+	@echo "make bench-softroce  bandwidth of RDMA in that guest"
+	@echo "make sanitize        native tests under ASan+UBSan, then under TSan"
+	@echo "make lint            ruff, mypy, clang-format, shellcheck"
+	@echo "make format          format Python and C++ in place"
+	@echo "make wheel-check     build a wheel, use it from an empty environment"
+	@echo "make clean           remove everything that was set up or built"
 
 demo: $(DONE)/package
 	$(BIN)/python examples/kv_push.py --each
@@ -63,8 +70,18 @@ test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
 	cmake --build build/native --parallel $(JOBS)
 	$(CTEST) --test-dir build/native
 
+# First the guest itself, from outside.
+test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system
+	$(BIN)/python -m pytest tests/guest
+	$(IN_GUEST) --timeout 720 -- $(BIN)/python -m pytest -p no:cacheprovider \
+	    --junitxml=$(GUEST_RESULTS)/tests.xml tests/softroce
+
 bench: $(DONE)/package $(RAW)
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+bench-softroce: $(DONE)/package $(DONE)/softroce-system
+	$(IN_GUEST) --timeout 600 -- $(BIN)/python benchmarks/rdma.py \
+	    --json $(GUEST_RESULTS)/bandwidth.json
 
 build/raw/%: benchmarks/raw/%.c benchmarks/raw/raw.h
 	mkdir -p build/raw
@@ -80,11 +97,12 @@ sanitize: $(DONE)/test-system
 	cmake --build build/tsan --parallel $(JOBS)
 	$(SANITIZER_OPTIONS) $(NO_ASLR) $(CTEST) --test-dir build/tsan
 
-lint: $(DONE)/dev-packages
+lint: $(DONE)/dev-packages $(DONE)/lint-system
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	shellcheck $(SHELL_FILES)
 
 format: $(DONE)/dev-packages
 	$(BIN)/ruff check --fix $(PY_FILES)
@@ -113,6 +131,14 @@ $(DONE)/venv: scripts/system-deps
 
 $(DONE)/test-system: $(DONE)/venv scripts/system-deps
 	scripts/system-deps build test
+	touch $@
+
+$(DONE)/lint-system: $(DONE)/venv scripts/system-deps
+	scripts/system-deps build lint
+	touch $@
+
+$(DONE)/softroce-system: $(DONE)/venv scripts/system-deps
+	scripts/system-deps build softroce
 	touch $@
 
 $(DONE)/package: $(DONE)/venv $(BUILD_INPUTS)
