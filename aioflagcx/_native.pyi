@@ -349,6 +349,9 @@ class Responder:
         """*Blocking.* True: this epoch can touch no memory here any more. False after `timeout`
         seconds: the peer, on this host, is stopped inside a copy; call again to wait on."""
 
+    def fence_all(self, timeout: float) -> bool:
+        """*Blocking.* The same for all there are. The keepalive goes on."""
+
     def expect(self, imm: int, count: int) -> bool:
         """True: `count` immediates `imm` have come (and are forgotten). Else an Immediates
         event follows when they have."""

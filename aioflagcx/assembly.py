@@ -125,7 +125,6 @@ class Assembly:
         self.serving = Serving(self.runtime, queue)
         self.registry = Registry(native, threads, self.serving.push_tables)
         undo.push_async_callback(self.registry.close)
-        undo.push_async_callback(self.serving.close)
         self.server = HandshakeServer(
             bound,
             port,
@@ -135,6 +134,8 @@ class Assembly:
             handler=self.serving,
         )
         undo.push_async_callback(self.server.close)
+        undo.push_async_callback(self.serving.close)
+        undo.callback(self.server.stop)
         self.peers = Peers(self.runtime)
         undo.push_async_callback(self.peers.close)
         undo.push_async_callback(flights.stop_all)

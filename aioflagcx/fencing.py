@@ -20,7 +20,8 @@ class Fences:
     """Asks once for each epoch, however many want to know, and remembers the answer.
 
     A question has no timeout of its own: as long as the peer is alive it may still answer, and
-    if it is not, the connection ends.
+    if it is not, the connection ends. A peer that ends it on purpose has fenced all before, and
+    its goodbye says so.
     """
 
     def __init__(self, connection: ControlConnection, native: _native.Session) -> None:
@@ -39,7 +40,7 @@ class Fences:
         open_questions = [self._ask(epoch) for epoch in epochs if not self._is_confirmed(epoch)]
         if open_questions:
             await asyncio.wait(open_questions, timeout=timeout)
-        return all(self._is_confirmed(epoch) for epoch in epochs)
+        return self._connection.is_fenced or all(map(self._is_confirmed, epochs))
 
     def _is_confirmed(self, epoch: _native.Epoch) -> bool:
         return epoch.attempt <= self._confirmed.get(epoch.rail, 0)

@@ -29,8 +29,8 @@ __all__ = ["Guest", "Serving"]
 _logger = logging.getLogger(__name__)
 
 _FENCE_TIMEOUT = 1.0
-"""Seconds a peer that asks for a fence may take to finish the copy it is inside of: a thousand
-times more than it needs."""
+"""Seconds a peer that is fenced may take to finish the copy it is inside of: a thousand times more
+than it needs."""
 
 _COPY_TIME = 0.25
 """Seconds that one copy of a peer on this host takes at most, unless the peer is stopped."""
@@ -84,32 +84,37 @@ class Guest:
         return None
 
     async def _connect(self, message: Connect) -> ConnectReply:
-        runtime = self._runtime
         async with self._changing:
-            if self._gone:
-                raise HandshakeRejected("the session has been closed")
-            responder = self._responder
-            if responder is None:
-                responder = self._responder = runtime.native.create_responder(
-                    self.session_id, message.keepalive_interval, message.keepalive_timeout
-                )
-                runtime.events.guests[responder.id] = self
-            rails = [dict(rail) for rail in message.rails]
-            try:
-                accepted = await runtime.threads.run(responder.accept, message.attempt, rails)
-            except _native.NativeError as error:
-                raise HandshakeRejected(f"{error.call}: {error.detail}", cause=error) from error
-            update = await self._table(0)
-            return ConnectReply(
-                attempt=message.attempt,
-                rails=tuple(accepted),
-                path=responder.path,
-                table=update.table,
-                generation=update.generation,
-                keepalive_port=runtime.native.keepalive_port,
-                keepalive_token=responder.keepalive_token,
-                notification_max_payload=runtime.config.notification_max_payload,
+            if not self._gone:
+                return await self._accept(message)
+        # The goodbye is on its way and says more than a refusal.
+        await asyncio.wait((self._connection.closed,))
+        raise HandshakeRejected("the session has been closed")
+
+    async def _accept(self, message: Connect) -> ConnectReply:
+        runtime = self._runtime
+        responder = self._responder
+        if responder is None:
+            responder = self._responder = runtime.native.create_responder(
+                self.session_id, message.keepalive_interval, message.keepalive_timeout
             )
+            runtime.events.guests[responder.id] = self
+        rails = [dict(rail) for rail in message.rails]
+        try:
+            accepted = await runtime.threads.run(responder.accept, message.attempt, rails)
+        except _native.NativeError as error:
+            raise HandshakeRejected(f"{error.call}: {error.detail}", cause=error) from error
+        update = await self._table(0)
+        return ConnectReply(
+            attempt=message.attempt,
+            rails=tuple(accepted),
+            path=responder.path,
+            table=update.table,
+            generation=update.generation,
+            keepalive_port=runtime.native.keepalive_port,
+            keepalive_token=responder.keepalive_token,
+            notification_max_payload=runtime.config.notification_max_payload,
+        )
 
     async def _table(self, since: int) -> MetadataUpdate:
         """Our MR table, or what changed in it; the peer will have it."""
@@ -123,6 +128,8 @@ class Guest:
         )
 
     async def _notify(self, message: Notify, responder: _native.Responder) -> NotifyReply:
+        if self._gone:
+            return NotifyReply(accepted=False, reason="the session has ended")
         if len(message.payload) > self._runtime.config.notification_max_payload:
             return NotifyReply(accepted=False, reason="the payload is too large")
         if message.imm in self._immediates:
@@ -184,19 +191,35 @@ class Guest:
                 return True
             quiet = await self._runtime.threads.run(responder.close, 0.0)
             self._runtime.events.guests.pop(responder.id, None)
-        loop, nap = self._runtime.loop, 0.001
-        deadline = math.inf if timeout is None else loop.time() + timeout
-        while not quiet and loop.time() < deadline:
-            await asyncio.sleep(min(nap, deadline - loop.time()))
-            nap = min(2 * nap, _LONGEST_NAP)
-            quiet = await self._runtime.threads.run(responder.close, 0.0)
-        return quiet
+        return quiet or await self._quiet_within(responder, timeout)
 
     async def dismiss(self, reason: str, timeout: float | None = 0.0) -> bool:
-        """Close the connection and :meth:`leave`."""
+        """Fence the peer, say goodbye and whether it is fenced, and :meth:`leave`."""
         self._gone = True
-        self._connection.close(reason)  # first: the end of the keepalive says less
+        fenced = False
+        try:
+            fenced = await self._fence_all()
+        finally:
+            # Before the keepalive ends, which says less.
+            self._connection.close(reason, fenced=fenced)
         return await self.leave(timeout)
+
+    async def _fence_all(self) -> bool:
+        """Whether nothing of the peer can touch our memory any more; it can begin nothing new."""
+        async with self._changing:  # whoever comes later finds that it is gone
+            responder = self._responder
+        return responder is None or await self._quiet_within(responder, _FENCE_TIMEOUT)
+
+    async def _quiet_within(self, responder: _native.Responder, timeout: float | None) -> bool:
+        """Fence it, looking again and again: a thread that waits is one less for others."""
+        loop, nap = self._runtime.loop, 0.001
+        deadline = math.inf if timeout is None else loop.time() + timeout
+        while not await self._runtime.threads.run(responder.fence_all, 0.0):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(min(nap, deadline - loop.time()))
+            nap = min(2 * nap, _LONGEST_NAP)
+        return True
 
 
 class Serving:
@@ -212,12 +235,15 @@ class Serving:
 
     def connected(self, connection: ControlConnection) -> None:
         """A peer has authenticated."""
-        self._guests[connection] = Guest(self._runtime, self._queue, connection)
+        if self._closed:
+            connection.close("engine closed", fenced=True)
+        else:
+            self._guests[connection] = Guest(self._runtime, self._queue, connection)
 
     async def handle(self, connection: ControlConnection, message: Message) -> Message | None:
         """Answer a request."""
         guest = self._guests.get(connection)
-        if guest is None or self._closed:
+        if guest is None:
             raise HandshakeRejected("the engine is closing")
         return await guest.answer(message)
 
@@ -273,8 +299,10 @@ class Serving:
             )
 
     async def close(self) -> None:
-        """Refuse what comes, and fence every peer."""
+        """Refuse who comes; fence every peer, say goodbye to it, and wait for its end."""
         self._closed = True
-        await asyncio.gather(*(guest.dismiss("engine closed") for guest in self._guests.values()))
+        guests = dict(self._guests)
+        await asyncio.gather(*(guest.dismiss("engine closed") for guest in guests.values()))
+        await asyncio.gather(*(connection.wait_closed() for connection in guests))
         while self._leaving:
             await asyncio.wait(tuple(self._leaving.values()))

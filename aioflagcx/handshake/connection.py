@@ -107,6 +107,11 @@ class ControlConnection(asyncio.Protocol):
         """The connection has ended or is about to."""
         return self._reason is not None
 
+    @property
+    def is_fenced(self) -> bool:
+        """The peer has said goodbye, and that none of our queue pairs can touch its memory."""
+        return self._reason is not None and self._reason.fenced
+
     async def request(self, message: Request[R], timeout: float | None) -> R:
         """Send a request and wait for its reply, at most ``timeout`` seconds (None: no limit).
 
@@ -169,10 +174,13 @@ class ControlConnection(asyncio.Protocol):
         while self._drained is not None and self._reason is None:
             await asyncio.wait({self._drained})
 
-    def close(self, reason: str) -> None:
-        """Say goodbye, deliver what was written, at most for ``close_grace``, and end."""
+    def close(self, reason: str, *, fenced: bool = False) -> None:
+        """Say goodbye, deliver what was written, at most for ``close_grace``, and end.
+
+        ``fenced`` tells the peer that none of its queue pairs can touch our memory any more.
+        """
         if self._reason is None and self._transport is not None:
-            self._write(encode(Goodbye(reason=clip(reason))))
+            self._write(encode(Goodbye(reason=clip(reason), fenced=fenced)))
         self._end(CloseReason("local", f"closed here: {reason}"))
 
     def abort(self, reason: CloseReason) -> None:
@@ -268,7 +276,8 @@ class ControlConnection(asyncio.Protocol):
     def _dispatch(self, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, Goodbye):
-            self._end(CloseReason("goodbye", f"closed by the peer: {printable(message.reason)}"))
+            words = f"closed by the peer: {printable(message.reason)}"
+            self._end(CloseReason("goodbye", words, fenced=message.fenced))
         elif frame.is_reply and frame.request_id == 0:
             assert isinstance(message, Error)
             self._failure = error_from_reply(message, self._peer)
@@ -408,7 +417,7 @@ class ControlConnection(asyncio.Protocol):
         """The peer failed our side of hello and authentication."""
         error = type(error)(error.message, peer=error.peer or self._peer, cause=error.cause)
         self._failure = error
-        self._write(encode(Goodbye(reason=clip(error.message))))
+        self._write(encode(Goodbye(reason=clip(error.message), fenced=False)))
         self._end(CloseReason("handshake", error.message))
 
     def _broken(self, error: ProtocolError) -> None:

@@ -28,6 +28,9 @@ class CloseReason:
     detail: str
     """More about it, for a human."""
 
+    fenced: bool = False
+    """The peer's goodbye said that none of our queue pairs can touch its memory any more."""
+
     def __str__(self) -> str:
         return self.detail
 

@@ -296,6 +296,9 @@ class Goodbye(Message):
     reason: str = fields.text(fields.MAX_REASON)
     """Why, for a human."""
 
+    fenced: bool = fields.boolean()
+    """True: none of the receiver's queue pairs can touch the sender's memory any more."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Error(Message):

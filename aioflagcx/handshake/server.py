@@ -41,6 +41,7 @@ class HandshakeServer:
         self._limits = limits
         self._handler = handler
         self._server: asyncio.Server | None = None
+        self._stopped = False
         self._connections: set[ControlConnection] = set()
         # In order of arrival, with the timer of each one's deadline.
         self._unauthenticated: dict[ControlConnection, asyncio.TimerHandle] = {}
@@ -88,12 +89,18 @@ class HandshakeServer:
         assert self._server is not None
         await self._server.start_serving()
 
+    def stop(self) -> None:
+        """Stop listening; the connections there are go on."""
+        self._stopped = True
+        if self._server is not None:
+            self._server.close()
+
     async def close(self, reason: str = "engine closed") -> None:
         """Stop listening, say goodbye on every connection and wait for their end."""
+        self.stop()
         if self._server is None:
             return
         server, self._server = self._server, None
-        server.close()
         connections = list(self._connections)
         for connection in connections:
             connection.close(reason)
@@ -113,7 +120,7 @@ class HandshakeServer:
         )
         connection.established.add_done_callback(lambda _: self._decided(connection))
         connection.closed.add_done_callback(lambda _: self._ended(connection))
-        if self._server is None:  # accepted just before the listener was closed
+        if self._stopped:  # accepted just before the listener was closed
             connection.abort(CloseReason("local", "closed here: the server is closing"))
         if len(self._unauthenticated) > self._limits.max_unauthenticated:
             oldest = next(iter(self._unauthenticated))

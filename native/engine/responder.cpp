@@ -208,16 +208,20 @@ bool Responder::fence(std::uint64_t attempt, std::uint64_t rail, verbs::Deadline
     return wait_quiet(matches, deadline);
 }
 
+bool Responder::fence_all(verbs::Deadline deadline) {
+    const auto all = [](const Accepted&) { return true; };
+    fence_if(all);
+    return wait_quiet(all, deadline);
+}
+
 bool Responder::close(verbs::Deadline deadline) {
     if (engine_->forked()) return true;
     {
         const std::lock_guard lock(mutex_);
         if (!std::exchange(closed_, true)) sub(engine_->stats().responders);
     }
-    const auto all = [](const Accepted&) { return true; };
-    fence_if(all);
     engine_->liveness().forget(id_);
-    return wait_quiet(all, deadline);
+    return fence_all(deadline);
 }
 
 void Responder::abandon() {

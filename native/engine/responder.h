@@ -60,6 +60,8 @@ class Responder : public std::enable_shared_from_this<Responder> {
     // False at the deadline: the peer is stopped inside a copy. It can begin no other; call again
     // to wait on.
     bool fence(std::uint64_t attempt, std::uint64_t rail, verbs::Deadline deadline);
+    // The same for all epochs there are; the keepalive goes on.
+    bool fence_all(verbs::Deadline deadline);
     bool close(verbs::Deadline deadline);
     // After close(): frees the queue pairs that no confirmation came for, as their device goes.
     void abandon();

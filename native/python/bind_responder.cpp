@@ -44,6 +44,10 @@ void bind_responder(py::module_& module) {
                 return self.fence(attempt, rail, deadline_after(timeout));
             },
             py::arg("attempt"), py::arg("rail"), py::arg("timeout"), Release())
+        .def(
+            "fence_all",
+            [](Responder& self, double timeout) { return self.fence_all(deadline_after(timeout)); },
+            py::arg("timeout"), Release())
         .def("expect", &Responder::expect, py::arg("imm"), py::arg("count"), Release())
         .def("forget", &Responder::forget, py::arg("imm"), Release())
         .def(

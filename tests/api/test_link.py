@@ -149,6 +149,60 @@ async def test_without_the_peers_confirmation_remote_quiet_is_false_in_time(
     assert await pair.write() == 4096
 
 
+@pytest.mark.parametrize("by", ["close", "quiesce"])
+async def test_a_peer_that_ends_the_session_confirms_it_with_its_goodbye(
+    pairs: Pairs, by: str
+) -> None:
+    pair: Pair = await pairs(drain_timeout=10)
+    hold(pair, "Fence")
+    transfers = [pair.submit_long(), pair.submit_long()]
+    await until(lambda: all(transfer.bytes_done for transfer in transfers))
+    await break_path(pair)  # slices that are posted end with unknown outcome
+    await until(lambda: pair.ours.stats().endpoints_failed)
+    transfers[0].cancel()
+    await (pair.theirs.close() if by == "close" else pair.theirs.quiesce(pair.ours.session_id))
+    with pytest.raises(TransferCancelled) as cancelled:
+        await transfers[0]
+    assert cancelled.value.remote_quiet is transfers[0].remote_quiet is True
+    with pytest.raises(PeerLost, match="engine closed" if by == "close" else "quiesced") as lost:
+        await transfers[1]
+    assert lost.value.remote_quiet is transfers[1].remote_quiet is True
+    pair.dst[:] = 77
+    assert (pair.dst == 77).all()
+
+
+async def test_a_recovery_that_meets_the_end_of_the_session_leaves_it_the_last_word(
+    pair: Pair,
+) -> None:
+    """The peer has fenced and not yet said goodbye when we want to connect anew."""
+    assembly: Any = pair.theirs._open
+    [guest] = assembly.serving._guests.values()
+    asked = asyncio.Event()
+    answer = guest.answer
+
+    async def answering(message: Any) -> Any:
+        if type(message).__name__ == "Connect":
+            asked.set()
+        return await answer(message)
+
+    guest.answer = answering
+    fence_all = guest._fence_all
+
+    async def slow_fence() -> bool:
+        fenced = await fence_all()
+        await asyncio.wait_for(asked.wait(), 20)
+        return bool(fenced)
+
+    guest._fence_all = slow_fence
+    transfer = pair.submit_long()
+    await until(lambda: transfer.bytes_done)
+    await pair.theirs.quiesce(pair.ours.session_id)
+    with pytest.raises(PeerLost, match="quiesced") as lost:
+        await transfer
+    assert lost.value.remote_quiet is True
+    assert await pair.write() == 4096
+
+
 async def test_with_the_peers_confirmation_remote_quiet_is_true(pair: Pair) -> None:
     fences = count(pair, "Fence")
     transfer = pair.submit_long()

@@ -88,7 +88,9 @@ replies: st.SearchStrategy[Message] = st.one_of(
     st.builds(FenceReply, attempt=u64, rail=u32),
     errors,
 )
-pushes: st.SearchStrategy[Message] = st.one_of(updates, st.builds(Goodbye, reason=short_text))
+pushes: st.SearchStrategy[Message] = st.one_of(
+    updates, st.builds(Goodbye, reason=short_text, fenced=st.booleans())
+)
 
 positive_ids = st.integers(1, 2**64 - 1)
 addressed = st.one_of(

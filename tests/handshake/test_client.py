@@ -156,7 +156,7 @@ def test_a_peer_that_accepts_but_does_not_answer_is_a_timeout_that_says_so(run: 
         (b"\0\0\0\0", ProtocolError),
         (b"", ConnectError),
         (b"\0\0", ConnectError),
-        (encode(Goodbye(reason="closing")), ConnectError),
+        (encode(Goodbye(reason="closing", fenced=False)), ConnectError),
         (encode(Error(code="rejected", message="full"), 1), HandshakeRejected),
         (encode(Error(code="rejected", message="full"), 0), HandshakeRejected),
         (encode(Error(code="unsupported", message="v"), 1), ProtocolError),

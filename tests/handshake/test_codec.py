@@ -173,8 +173,8 @@ def test_unknown_kinds_are_told_apart_from_broken_bytes(
         msgpack.packb(["fence", 1, False, {"attempt": 1}]),
         msgpack.packb(["fence", 0, 0, {"attempt": 1}]),
         msgpack.packb(["fence", 0, 1, {"attempt": 1}]),
-        msgpack.packb(["goodbye", 1, 0, {"reason": ""}]),
-        msgpack.packb(["goodbye", 0, 1, {"reason": ""}]),
+        msgpack.packb(["goodbye", 1, 0, {"reason": "", "fenced": False}]),
+        msgpack.packb(["goodbye", 0, 1, {"reason": "", "fenced": False}]),
         msgpack.packb(["error", 1, 0, {"code": "", "message": ""}]),
         msgpack.packb(["fence", 1, 0, {}]),
         msgpack.packb(["fence", 1, 0, {1: 1, "attempt": 1}]),
@@ -223,7 +223,7 @@ def test_a_header_that_promises_more_than_there_is_costs_nothing() -> None:
 
 
 def test_the_limit_counts_the_frame_and_holds_before_the_frame_is_there() -> None:
-    data = encode(Goodbye(reason="x" * 100))
+    data = encode(Goodbye(reason="x" * 100, fenced=True))
     size = len(data) - 4
     assert len(decode_all(data, size)) == 1
     decoder = FrameDecoder(size - 1)
@@ -233,7 +233,7 @@ def test_the_limit_counts_the_frame_and_holds_before_the_frame_is_there() -> Non
 
 
 def test_the_limit_can_be_raised_between_two_frames_that_came_together() -> None:
-    small, large = encode(Fence(attempt=1, rail=0), 1), encode(Goodbye(reason="x" * 1000))
+    small, large = encode(Fence(attempt=1, rail=0), 1), encode(Goodbye(reason="x" * 1000, fenced=False))
     decoder = FrameDecoder(len(small))
     decoder.feed(small + large)
     assert decoder.next() is not None
@@ -270,7 +270,7 @@ def test_a_large_table_in_small_pieces_takes_linear_time(size: int) -> None:
     [
         (Fence(attempt=1, rail=0), 0),
         (FenceReply(attempt=1, rail=0), 0),
-        (Goodbye(reason=""), 1),
+        (Goodbye(reason="", fenced=False), 1),
         (Fence(attempt=1, rail=0), -1),
         (Fence(attempt=1, rail=0), 2**64),
     ],

@@ -262,13 +262,16 @@ def test_a_dropped_connection_fails_what_waits_and_what_comes_after(run: Runner)
     run(scenario())
 
 
-def test_close_says_goodbye_with_the_reason(run: Runner) -> None:
+@pytest.mark.parametrize("fenced", [True, False])
+def test_close_says_goodbye_with_the_reason(run: Runner, fenced: bool) -> None:
     async def scenario() -> None:
         handlers = RecordingHandler(), RecordingHandler()
         async with connected(*handlers) as (initiator, responder):
-            responder.close("model\nunloaded")
+            responder.close("model\nunloaded", fenced=fenced)
             reason = await initiator.closed
             assert reason.kind == "goodbye"
+            assert reason.fenced is initiator.is_fenced is fenced
+            assert not responder.is_fenced
             assert "model\\nunloaded" in str(reason)
             assert (await responder.closed).kind == "local"
             assert (await handlers[0].ends.get())[1] == reason

@@ -62,7 +62,9 @@ def test_the_example_of_an_authentication_is_what_we_send() -> None:
 
 
 def test_the_example_of_a_push_and_an_error_are_what_we_send() -> None:
-    assert example("goodbye").hex(" ") == encode(Goodbye(reason="engine closed")).hex(" ")
+    assert example("goodbye").hex(" ") == encode(Goodbye(reason="engine closed", fenced=True)).hex(
+        " "
+    )
     error = Error(code="rejected", message="no rail in common")
     assert example("error").hex(" ") == encode(error, 3).hex(" ")
 

@@ -130,7 +130,7 @@ def test_a_missing_field_is_named(addressed: tuple[Message, int, bool]) -> None:
         (Notify, NOTIFY, "payload", bytearray()),
         (Notify, NOTIFY, "imm", 2**32),
         (NotifyReply, {"accepted": True, "reason": ""}, "accepted", "yes"),
-        (Goodbye, {"reason": ""}, "reason", "ä" * 513),
+        (Goodbye, {"reason": "", "fenced": False}, "reason", "ä" * 513),
     ],
 )
 def test_a_field_out_of_type_or_bounds_is_named(
@@ -155,7 +155,7 @@ def test_rails_are_the_messages_own() -> None:
 
 def test_messages_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Goodbye(reason="x").reason = "y"  # type: ignore[misc]
+        Goodbye(reason="x", fenced=False).reason = "y"  # type: ignore[misc]
 
 
 def test_proofs_and_content_are_not_shown() -> None:
@@ -178,7 +178,7 @@ def test_every_request_has_a_reply_of_its_kind() -> None:
 def test_clip_fits_any_text_into_a_reason() -> None:
     assert clip("short") == "short"
     for text in ("x" * 5000, "ä" * 5000, "x" + "ä" * 5000, "\ud800" * 5000):
-        Goodbye(reason=clip(text))
+        Goodbye(reason=clip(text), fenced=False)
         assert MAX_REASON - 1 <= len(clip(text).encode()) <= MAX_REASON
 
 

@@ -45,7 +45,7 @@ HELLO = encode(Initiator(CLIENT, None).start(), 1)
         encode(Auth(mac=b""), 1),
         encode(FenceReply(attempt=1, rail=0), 1),
         encode(Error(code="x", message="y")),
-        encode(Goodbye(reason="never mind\r\n")),
+        encode(Goodbye(reason="never mind\r\n", fenced=False)),
         HELLO + HELLO,
         HELLO + encode(Auth(mac=b"x" * 32), 2),
         HELLO + encode(Auth(mac=b""), 2) + b"\0\0\0\1\xc1",
@@ -89,7 +89,7 @@ def test_broken_bytes_are_answered_with_an_error_and_logged_once(
 def test_a_peer_cannot_forge_log_lines(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with serving() as server, RawPeer.dial(server.port) as peer:
-            peer.send(Goodbye(reason="bye\nERROR: disk on fire"))
+            peer.send(Goodbye(reason="bye\nERROR: disk on fire", fenced=False))
             await peer.closed_by_peer()
 
     with caplog.at_level(logging.DEBUG, logger="aioflagcx"):
@@ -205,6 +205,20 @@ def test_of_too_many_that_do_not_authenticate_the_oldest_goes(run: Runner) -> No
             assert (await good.request(NOTIFY, 10)).accepted
             good.close("done")
             await good.wait_closed()
+
+    run(scenario())
+
+
+def test_a_stopped_server_goes_on_with_the_connections_it_has(run: Runner) -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            connection = await connect(server.port)
+            server.stop()
+            with pytest.raises(ConnectRefused):
+                await connect(server.port)
+            assert (await connection.request(NOTIFY, 10)).accepted
+            await server.close("engine closed")
+            assert (await connection.closed).kind == "goodbye"
 
     run(scenario())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -138,17 +139,36 @@ def voluntary_switches(thread: str) -> int:
 
 def listening_ports() -> set[int]:
     """TCP ports at which this process listens, whatever they are for."""
+    return {
+        int(local.rpartition(":")[2], 16) for local, _, state in tcp_sockets() if state == LISTEN
+    }
+
+
+def connections() -> set[tuple[str, str]]:
+    """Both addresses of the TCP connections of this process, in whatever state they are."""
+    return {(local, remote) for local, remote, state in tcp_sockets() if state != LISTEN}
+
+
+async def wait_disconnected(_: Host) -> None:
+    """Until this process has no TCP connections."""
+    await until(lambda: not connections())
+
+
+LISTEN = "0A"
+"""As /proc/net/tcp says it."""
+
+
+def tcp_sockets() -> Iterator[tuple[str, str, str]]:
+    """Local address, remote address and state of each of this process, in hexadecimal."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:["):
                 inodes.add(target[len("socket:[") : -1])
-    ports = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in list(lines)[1:]:
-                _, local, _, state, *rest = line.split()
-                if state == "0A" and rest[5] in inodes:  # TCP_LISTEN
-                    ports.add(int(local.rpartition(":")[2], 16))
-    return ports
+                _, local, remote, state, *rest = line.split()
+                if rest[5] in inodes:
+                    yield local, remote, state

@@ -4,11 +4,12 @@ time; nothing hangs; the next call connects afresh."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import numpy as np
 import pytest
-from promises.host import Host, listening_ports
+from promises.host import Host, connections, listening_ports, wait_disconnected
 from promises.lab import ARRANGEMENTS, Lab
 from promises.measures import KiB, MiB, random_bytes, until
 from promises.peers import ChildPeer
@@ -389,6 +390,37 @@ async def test_a_closed_engine_listens_at_no_port_any_more(lab: Lab) -> None:
     await peer.run(Host.close)
     await engine.close()
     assert listening_ports() <= before
+
+
+@pytest.mark.parametrize("ended_by", ["session", "engine", "peer"])
+async def test_whoever_ends_a_session_no_connection_is_left(lab: Lab, ended_by: str) -> None:
+    before = connections()
+    engine, peer = await lab.engine(), await lab.peer(KiB)
+    region = await engine.register(np.ones(KiB, np.uint8))
+    session = await lab.connect(engine, peer)
+    await engine.write(session, region, peer.at(0), region)
+    assert len(connections() - before) >= 2, "control and keepalive, at least"
+    if ended_by == "session":
+        await session.close()
+    elif ended_by == "engine":
+        await engine.close()
+    else:
+        await peer.run(Host.close)
+    await until(lambda: not connections() - before)
+    if peer.pid != os.getpid():
+        await peer.run(wait_disconnected)
+
+
+@pytest.mark.arrangements("tcp-processes")
+async def test_a_session_with_a_stopped_peer_leaves_no_connection_here_either(lab: Lab) -> None:
+    before = connections()
+    engine = await lab.engine(keepalive_timeout=3_600)
+    peer: ChildPeer = await lab.peer(KiB)
+    session = await lab.connect(engine, peer)
+    assert len(connections() - before) >= 2, "control and keepalive, at least"
+    peer.stop()
+    await session.close()
+    await until(lambda: not connections() - before)
 
 
 @pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")

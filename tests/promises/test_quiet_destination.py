@@ -92,6 +92,7 @@ async def test_quiesce_by_the_owner_ends_what_a_peer_can_do(lab: Lab) -> None:
         outcomes = await asyncio.gather(*transfers, return_exceptions=True)
         assert any(isinstance(outcome, PeerLost) for outcome in outcomes)
         assert all(isinstance(outcome, PeerLost | int) for outcome in outcomes), outcomes
+        assert all(transfer.remote_quiet for transfer in transfers), "the goodbye confirms it"
         assert (peer.memory == FILL).all(), "bytes arrived after quiesce"
         assert await engine.write(peer.session_id, region, peer.at(0), region) == 32 * MiB
         assert (peer.memory == VALUE).all()
