@@ -29,8 +29,8 @@ __all__ = ["Guest", "Serving"]
 _logger = logging.getLogger(__name__)
 
 _FENCE_TIMEOUT = 1.0
-"""Seconds a peer that is fenced may take to finish the copy it is inside of: a thousand times more
-than it needs."""
+"""Seconds a peer that asks for a fence may take to finish the copy it is inside of: a thousand
+times more than it needs."""
 
 _COPY_TIME = 0.25
 """Seconds that one copy of a peer on this host takes at most, unless the peer is stopped."""
@@ -208,7 +208,7 @@ class Guest:
         """Whether nothing of the peer can touch our memory any more; it can begin nothing new."""
         async with self._changing:  # whoever comes later finds that it is gone
             responder = self._responder
-        return responder is None or await self._quiet_within(responder, _FENCE_TIMEOUT)
+        return responder is None or await self._quiet_within(responder, _COPY_TIME)
 
     async def _quiet_within(self, responder: _native.Responder, timeout: float | None) -> bool:
         """Fence it, looking again and again: a thread that waits is one less for others."""

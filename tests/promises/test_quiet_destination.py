@@ -85,7 +85,7 @@ async def test_quiesce_by_the_owner_ends_what_a_peer_can_do(lab: Lab) -> None:
     region = await engine.register(np.full(32 * MiB, VALUE, np.uint8))
     for round_ in range(10):
         session = await lab.connect(engine, peer)
-        transfers = [engine.submit_write(session, region, peer.at(0), region) for _ in range(20)]
+        transfers = [engine.submit_write(session, region, peer.at(0), region) for _ in range(200)]
         await until(lambda t=transfers: any(one.bytes_done for one in t))
         await peer.run(Host.quiesce, (engine.session_id, engine.engine_id)[round_ % 2])
         peer.memory[:] = FILL
