@@ -233,7 +233,10 @@ def test_the_limit_counts_the_frame_and_holds_before_the_frame_is_there() -> Non
 
 
 def test_the_limit_can_be_raised_between_two_frames_that_came_together() -> None:
-    small, large = encode(Fence(attempt=1, rail=0), 1), encode(Goodbye(reason="x" * 1000, fenced=False))
+    small, large = (
+        encode(Fence(attempt=1, rail=0), 1),
+        encode(Goodbye(reason="x" * 1000, fenced=False)),
+    )
     decoder = FrameDecoder(len(small))
     decoder.feed(small + large)
     assert decoder.next() is not None
