@@ -263,7 +263,11 @@ class Serving:
 
     async def _dismiss(self, guest: Guest) -> None:
         """Fence a peer that is gone; one that is stopped is kept in mind."""
-        if not await guest.leave(_COPY_TIME):
+        quiet = await guest.leave(_COPY_TIME)
+        for stopped in tuple(self._stopped):  # which may have gone on, or ended
+            if await stopped.leave():
+                self._stopped.discard(stopped)
+        if not quiet:
             self._stopped.add(guest)
             _logger.warning(
                 "%s was stopped while it copied: it may write on, into what it was writing to, "

@@ -194,7 +194,8 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
         prepared[i].qp->connect(remote[i], deadline);
         lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits, local_device,
                                                remote_device, Epoch{attempt, rail}, name));
-        if (const std::string note = prepared[i].qp->path_note(); !note.empty()) {
+        // Of a rail's queue pairs the first speaks for all.
+        if (const std::string note = prepared[i].qp->path_note(); i == 0 && !note.empty()) {
             engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});
         }
     }

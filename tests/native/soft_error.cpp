@@ -47,6 +47,9 @@ TEST_P(SoftError, UnknownRkeyIsARemoteAccessError) {
     SendWr wr = a.request(WrOpcode::RdmaWrite, b, 100);
     wr.rkey ^= 1;
     expect_failure(a, b, wr, WcStatus::RemAccessErr);
+    // On the local path it learns of it by the end of the connection.
+    const Deadline deadline = soon();
+    while (b.qp->state() != QpState::Err && Clock::now() < deadline) std::this_thread::yield();
     EXPECT_EQ(b.qp->state(), QpState::Err);
 }
 

@@ -107,7 +107,7 @@ void IoThread::expire() {
     if (hellos_.empty() && lingering_.empty() && listen_again_ == Deadline::max()) return;
     const Clock::time_point now = Clock::now();
     while (!hellos_.empty() && hellos_.begin()->second.deadline <= now) {
-        hellos_.erase(hellos_.begin());
+        drop_hello(hellos_.begin());
     }
     while (!lingering_.empty() && lingering_.front().first <= now) {
         close_group(lingering_.front().second.get());
@@ -132,7 +132,7 @@ void IoThread::accept_all(bool local) {
             return;  // level-triggered: whatever else it was, epoll says when to try again
         }
         if (!local) set_no_delay(fd.get());
-        if (hellos_.size() >= kMaxHellos) hellos_.erase(hellos_.begin());
+        if (hellos_.size() >= kMaxHellos) drop_hello(hellos_.begin());
         const Id id = next_id_++;
         try {
             watch(fd.get(), id, EPOLLIN);
@@ -157,11 +157,11 @@ void IoThread::hello_ready(std::map<Id, Hello>::iterator entry) {
     Hello& hello = entry->second;
     if (hello.local) {
         try {
-            admit_guest(hello);
+            if (admit_guest(hello)) return;
         } catch (const std::exception&) {
             // Out of memory or descriptors, as below.
         }
-        hellos_.erase(entry);
+        drop_hello(entry);
         return;
     }
     iovec piece{hello.bytes.data() + hello.have, hello.bytes.size() - hello.have};
@@ -176,6 +176,12 @@ void IoThread::hello_ready(std::map<Id, Hello>::iterator entry) {
             // Out of memory or descriptors: the initiator sees its connection close.
         }
     }
+    drop_hello(entry);
+}
+
+// With its connection, unless that has moved on.
+void IoThread::drop_hello(std::map<Id, Hello>::iterator entry) noexcept {
+    if (entry->second.fd) end_connection(entry->second.fd.get());
     hellos_.erase(entry);
 }
 
@@ -203,13 +209,13 @@ bool IoThread::bind_stream(Hello& entry) {
     return true;
 }
 
-// Moves the connection to the responder that its first message names.
-void IoThread::admit_guest(Hello& entry) {
-    // Not to be left to close(), as the descriptor may go over to a guest.
-    epoll_event unused{};
-    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, entry.fd.get(), &unused);
-    local::Admitted admitted = local::answer_open(entry.fd, exposed_);
-    if (!admitted.responder) return;
+// Moves the connection to the responder that its messages name. True when more of them may come.
+bool IoThread::admit_guest(Hello& entry) {
+    const int control = entry.fd.get();
+    local::Answer admitted = local::answer_stranger(entry.fd, exposed_);
+    if (admitted.more) return true;
+    if (!entry.fd) unwatch(control);  // a guest has it now
+    if (!admitted.responder) return false;
     const std::shared_ptr<local::LocalGuest> guest = admitted.responder->guest();
     Group& group = groups_[admitted.responder.get()];
     group.responder = admitted.responder;
@@ -231,6 +237,7 @@ void IoThread::admit_guest(Hello& entry) {
         close_group(admitted.responder.get());
         throw;
     }
+    return false;
 }
 
 void IoThread::guest_ready(const Guest& entry) {
@@ -284,18 +291,13 @@ void IoThread::close_group(Responder* responder) {
     group.responder->fail();
     for (const Id id : group.ids) {
         if (const auto guest = guests_.find(id); guest != guests_.end()) {
-            epoll_event unused{};
-            ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, guest->second.fd, &unused);
+            unwatch(guest->second.fd);
             guests_.erase(guest);
             continue;
         }
         const auto entry = streams_.find(id);
         if (entry == streams_.end()) continue;
-        // Not left to close(): a fork()ed child may hold a copy of the descriptor, which would
-        // keep the connection open and epoll talking.
-        epoll_event unused{};
-        ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, entry->second.stream->fd(), &unused);
-        ::shutdown(entry->second.stream->fd(), SHUT_RDWR);
+        end_connection(entry->second.stream->fd());
         streams_.erase(entry);
     }
 }
@@ -316,6 +318,18 @@ void IoThread::watch(int fd, Id id, std::uint32_t events) {
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
         throw NativeError("epoll_ctl", errno, "");
     }
+}
+
+void IoThread::unwatch(int fd) noexcept {
+    epoll_event unused{};
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, &unused);
+}
+
+// Not left to close(): a fork()ed child may hold a copy of the descriptor, which would keep the
+// connection open and epoll talking.
+void IoThread::end_connection(int fd) noexcept {
+    unwatch(fd);
+    ::shutdown(fd, SHUT_RDWR);
 }
 
 // Of a descriptor that is watched: allocates nothing, so it cannot fail.

@@ -77,7 +77,8 @@ class IoThread {
     void set_listeners(std::uint32_t events) noexcept;
     void hello_ready(std::map<Id, Hello>::iterator hello);
     bool bind_stream(Hello& hello);
-    void admit_guest(Hello& hello);
+    bool admit_guest(Hello& hello);
+    void drop_hello(std::map<Id, Hello>::iterator hello) noexcept;
     void guest_ready(const Guest& entry);
     void stream_ready(Id id, Stream& entry, std::uint32_t events);
     void update_interest(Id id, Stream& entry);
@@ -85,6 +86,8 @@ class IoThread {
     void close_group(Responder* responder);
     void close_retracted();
     void watch(int fd, Id id, std::uint32_t events);
+    void unwatch(int fd) noexcept;
+    void end_connection(int fd) noexcept;
     void set_events(int fd, Id id, std::uint32_t events) noexcept;
 
     UniqueFd listener_;

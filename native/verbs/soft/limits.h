@@ -17,8 +17,8 @@ inline constexpr std::uint32_t kMaxCqe = 1U << 22;
 inline constexpr std::uint64_t kMaxMrSize = std::uint64_t{1} << 63;
 // Bytes of one request: InfiniBand's own limit is 2^31.
 inline constexpr std::uint32_t kMaxMessage = 0x7fffffff;
-// Worker threads it asks for, on a machine with as many cores: each copies at the speed of one core,
-// and a few of them at that of the memory.
+// Worker threads it asks for, on a machine with as many cores: each copies at the speed of one
+// core, and a few of them at that of the memory.
 inline constexpr std::uint32_t kMaxWorkers = 4;
 
 // ---- Process path ----------------------------------------------------------------------------
@@ -39,6 +39,8 @@ inline constexpr std::size_t kAnnouncedKeys = 64;
 // (about 0.4 ms), and is large enough that the call itself costs nothing. IOV_MAX is 1,024.
 inline constexpr std::size_t kCallBytes = std::size_t{4} << 20;
 inline constexpr std::size_t kCallPieces = 1024;
+// Messages of one peer that are answered before others get their turn.
+inline constexpr int kMessagesPerTurn = 64;
 // How a thread waits for a process that is inside a copy: looks, then naps that grow.
 inline constexpr int kLooks = 200;
 inline constexpr std::chrono::microseconds kFirstNap{20};

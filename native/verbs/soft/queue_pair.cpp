@@ -143,7 +143,11 @@ std::pair<Path, std::unique_ptr<Initiator>> SoftQueuePair::reach_any(
             return {paths[i], reach(paths[i], responder, deadline)};
         } catch (const local::Unavailable& error) {
             path_note_ = error.what();
-            if (i + 1 == paths.size()) throw;
+            if (i + 1 == paths.size()) {
+                throw local::Unavailable(
+                    error.call(), error.error(),
+                    error.detail() + "; soft_paths leaves no other path, such as 'tcp'");
+            }
         }
     }
 }

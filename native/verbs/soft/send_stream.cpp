@@ -1,6 +1,7 @@
 #include "verbs/soft/send_stream.h"
 
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -20,6 +21,13 @@ std::size_t payload_of(const SendWr& wr) noexcept {
 
 SendStream::SendStream(UniqueFd fd, SendQueue& queue, MrCache& mrs, StreamOwner& owner)
     : fd_(std::move(fd)), queue_(queue), mrs_(mrs), owner_(owner) {}
+
+void SendStream::close() noexcept {
+    // A fork()ed child may hold a copy of the descriptor, which would keep the connection open.
+    if (fd_) ::shutdown(fd_.get(), SHUT_RDWR);
+    fd_.reset();
+    readable_ = writable_ = false;
+}
 
 void SendStream::on_events(std::uint32_t events) noexcept {
     if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) ended_ = true;

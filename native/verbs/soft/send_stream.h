@@ -40,10 +40,7 @@ class SendStream final : public EventSink {
     SendStream(UniqueFd fd, SendQueue& queue, MrCache& mrs, StreamOwner& owner);
 
     int fd() const noexcept { return fd_.get(); }
-    void close() noexcept {
-        fd_.reset();
-        readable_ = writable_ = false;
-    }
+    void close() noexcept;
     void on_events(std::uint32_t events) noexcept override;
 
     bool readable() const noexcept { return readable_; }

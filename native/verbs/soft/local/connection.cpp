@@ -91,36 +91,51 @@ void Connection::open(const Token& socket, const Token& responder, const Token& 
     }
     check_peer();
     Message message;
-    message.kind = Kind::Open;
     message.target = responder;
     message.initiator = initiator;
-    if (!send_message(control_.get(), message, {})) throw NativeError("send", errno, "Open");
     std::array<UniqueFd, kMaxDescriptors> files;
-    Received received = Received::Nothing;
-    while ((received = receive_message(control_.get(), message, files)) == Received::Nothing) {
-        wait_for(control_.get(), POLLIN, deadline);
-    }
-    if (received == Received::Ended) {
-        throw NativeError("connect", ECONNREFUSED, "the peer's QP does not know this one");
-    }
-    if (message.kind == Kind::Refused) {
-        message.reason.back() = '\0';
-        throw Unavailable("connect", EACCES, message.reason.data());
-    }
-    if (message.kind != Kind::Opened || !files[0] || !files[1] || !files[2] ||
-        message.regions != kLocalRegions || message.gates != kLocalGates ||
-        message.keys != kAnnouncedKeys || message.gate >= kLocalGates || message.ticket == 0) {
+    message.kind = Kind::Open;
+    const Message offered = ask(message, Kind::Offered, files, deadline);
+    if (offered.regions != kLocalRegions || offered.gates != kLocalGates ||
+        offered.keys != kAnnouncedKeys) {
         throw Unavailable("connect", EPROTO, "the peer's build shares memory in another way");
     }
-    prove_permission(message.nonce_addr, message.nonce);
+    prove_permission(offered.nonce_addr, offered.nonce);
+    message.kind = Kind::Enter;
+    const Message opened = ask(message, Kind::Opened, files, deadline);
+    if (!files[0] || !files[1] || !files[2] || opened.gate >= kLocalGates || opened.ticket == 0) {
+        throw NativeError("connect", EPROTO, "the peer's answer on the local path makes no sense");
+    }
     require_fixed_size(files[0].get(), sizeof(Table));
     require_fixed_size(files[1].get(), sizeof(Announcement));
     table_ = Mapping(files[0].get(), sizeof(Table), false);
     page_ = Mapping(files[1].get(), sizeof(Announcement), true);
     stream_ = std::move(files[2]);
-    gate_ = message.gate;
-    ticket_ = message.ticket;
-    table_name_ = message.target;
+    gate_ = opened.gate;
+    ticket_ = opened.ticket;
+    table_name_ = opened.target;
+}
+
+Message Connection::ask(const Message& message, Kind expected,
+                        std::array<UniqueFd, kMaxDescriptors>& files, Deadline deadline) {
+    // Not sent since the peer has left: it may have said why.
+    send_message(control_.get(), message, {});
+    Message answer;
+    Received received = Received::Nothing;
+    while ((received = receive_message(control_.get(), answer, files)) == Received::Nothing) {
+        wait_for(control_.get(), POLLIN, deadline);
+    }
+    if (received == Received::Ended) {
+        throw NativeError("connect", ECONNREFUSED, "the peer's QP does not know this one");
+    }
+    if (answer.kind == Kind::Refused) {
+        answer.reason.back() = '\0';
+        throw Unavailable("connect", EACCES, answer.reason.data());
+    }
+    if (answer.kind != expected) {
+        throw NativeError("connect", EPROTO, "the peer's answer on the local path makes no sense");
+    }
+    return answer;
 }
 
 void Connection::check_peer() {
@@ -163,9 +178,11 @@ void Connection::prove_permission(std::uint64_t nonce_addr, const Token& nonce) 
     }
 }
 
-bool Connection::process_ended() const noexcept {
-    pollfd entry{process_.get(), POLLIN, 0};
-    return ::poll(&entry, 1, 0) == 1;
+int Connection::loss() const noexcept {
+    // Of the connection only POLLHUP, which is told unasked.
+    pollfd entries[] = {{process_.get(), POLLIN, 0}, {control_.get(), 0, 0}};
+    if (::poll(entries, 2, 0) <= 0) return 0;
+    return entries[0].revents != 0 ? ESRCH : ECONNRESET;
 }
 
 std::uint8_t* Connection::find_mapped(std::uint32_t key) {
@@ -204,7 +221,7 @@ void Connection::take_lent(std::uint32_t key, std::uint64_t offset, UniqueFd fil
     const Entry& entry = table().entries[slot_of(key)];
     const std::uint64_t length = entry.length.load(std::memory_order_relaxed);
     const bool writable = (entry.access.load(std::memory_order_relaxed) & kAccessRemoteWrite) != 0;
-    if (window == windows_.end() || !file) return;
+    if (window == windows_.end() || !file || offset > SIZE_MAX - length) return;
     // Still the same region, so what was read of it is its own.
     if (entry.tag.load(std::memory_order_seq_cst) != open_tag(key)) return;
     try {

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 #include "common/unique_fd.h"
 #include "verbs/soft/local/layout.h"
 #include "verbs/soft/local/memory_file.h"
+#include "verbs/soft/local/packets.h"
 #include "verbs/soft/token.h"
 #include "verbs/verbs.h"
 
@@ -42,7 +44,9 @@ class Connection {
     bool gate_open() const noexcept {
         return table().gates[gate_].load(std::memory_order_seq_cst) == ticket_;
     }
-    bool process_ended() const noexcept;
+    // 0, or why the target is no more where it was: ESRCH, its process has ended; ECONNRESET, it
+    // has closed the connection, which running another program (execve(2)) does, too.
+    int loss() const noexcept;
 
     // Where the region behind `key` is mapped here, or null; then it is asked for. A region
     // that is being mapped, or cannot be, is reached by system calls.
@@ -58,6 +62,8 @@ class Connection {
 
     void open(const Token& socket, const Token& responder, const Token& initiator,
               Deadline deadline);
+    Message ask(const Message& message, Kind expected, std::array<UniqueFd, kMaxDescriptors>& files,
+                Deadline deadline);
     void check_peer();
     void prove_permission(std::uint64_t nonce_addr, const Token& nonce) const;
     void take_lent(std::uint32_t key, std::uint64_t offset, UniqueFd file);

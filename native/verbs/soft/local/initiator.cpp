@@ -53,8 +53,8 @@ void LocalInitiator::receive() {
     if (std::exchange(control_.pending, false) && !connection_->receive()) {
         return fail_oldest(WcStatus::RetryExcErr, ECONNRESET);
     }
-    if (std::exchange(process_.pending, false) && connection_->process_ended()) {
-        fail_oldest(WcStatus::RetryExcErr, ESRCH);
+    if (std::exchange(process_.pending, false)) {
+        if (const int loss = connection_->loss()) fail_oldest(WcStatus::RetryExcErr, loss);
     }
 }
 
@@ -126,7 +126,7 @@ std::uint64_t LocalInitiator::start_run() {
 
 bool LocalInitiator::copy_chunk(std::uint64_t end) {
     // A pid may come to name another process, but not before its own has ended.
-    if (connection_->process_ended()) return fail_copy(ESRCH);
+    if (const int loss = connection_->loss()) return fail_copy(loss);
     PinSet pins;
     std::size_t count = gather(end, pins);
     if (count == 0) {
@@ -231,12 +231,13 @@ std::size_t LocalInitiator::check_remote(std::size_t count) {
 
 // A copy of its own, between those of the queue, which is empty.
 bool LocalInitiator::execute_now(const SendWr& wr) {
-    if (wr.sge.length == 0 || wr.sge.length > kCallBytes || connection_->process_ended()) {
+    if (wr.sge.length == 0 || wr.sge.length > kCallBytes || connection_->loss() != 0) {
         return false;
     }
     reading_ = wr.opcode == WrOpcode::RdmaRead;
     PinSet pins;
-    if (!pins.add(mrs_.find(wr.sge.lkey))) return false;
+    const MrRef& entry = mrs_.find(wr.sge.lkey);
+    if (!entry || !pins.add(entry)) return false;
     keys_[0] = wr.rkey;
     key_count_ = 1;
     announce();

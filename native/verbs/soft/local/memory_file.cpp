@@ -38,7 +38,7 @@ UniqueFd create_memory_file(const char* name, std::size_t size) {
     UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!fd) throw NativeError("memfd_create", errno, name);
     if (::ftruncate(fd.get(), static_cast<off_t>(size)) != 0 ||
-        ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
         throw NativeError("memfd_create", errno, name);
     }
     return fd;
@@ -48,6 +48,14 @@ UniqueFd reopen_read_only(int fd) {
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     UniqueFd again(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (!again) throw NativeError("open", errno, path);
+    return again;
+}
+
+UniqueFd share_read_only(int fd) {
+    // Since Linux 5.1. Before that, who has a descriptor can open the file anew through /proc.
+    if (::fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE) != 0) return reopen_read_only(fd);
+    UniqueFd again(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!again) throw NativeError("fcntl", errno, "F_DUPFD_CLOEXEC");
     return again;
 }
 

@@ -32,8 +32,12 @@ class Mapping {
 // Throws NativeError.
 UniqueFd create_memory_file(const char* name, std::size_t size);
 
-// Another descriptor of it that cannot write. Throws NativeError.
+// Another descriptor of it that cannot write. Throws NativeError, without /proc for one.
 UniqueFd reopen_read_only(int fd);
+
+// Likewise, of a file that is mapped for writing already and will be written by that mapping only.
+// Throws NativeError.
+UniqueFd share_read_only(int fd);
 
 // Throws NativeError (EPROTO) unless the file, which a peer sent, has at least `size` bytes and can
 // never have fewer.

@@ -52,17 +52,23 @@ UniqueFd open_process(int connection, pid_t* pid, std::string* why) {
     return process;
 }
 
+void send_offered(int connection) {
+    Message message;
+    message.kind = Kind::Offered;
+    message.nonce = process_nonce();
+    message.nonce_addr = reinterpret_cast<std::uint64_t>(process_nonce().data());
+    message.regions = kLocalRegions;
+    message.gates = kLocalGates;
+    message.keys = kAnnouncedKeys;
+    send_message(connection, message, {});
+}
+
 bool send_opened(const LocalGuest& guest, int stream) {
     Message message;
     message.kind = Kind::Opened;
     message.target = guest.table().name();
-    message.nonce = process_nonce();
-    message.nonce_addr = reinterpret_cast<std::uint64_t>(process_nonce().data());
     message.gate = guest.gate();
     message.ticket = guest.ticket();
-    message.regions = kLocalRegions;
-    message.gates = kLocalGates;
-    message.keys = kAnnouncedKeys;
     const int files[] = {guest.table().fd(), guest.page_fd(), stream};
     return send_message(guest.control_fd(), message, files);
 }
@@ -79,13 +85,18 @@ void answer_lend(Responder& responder, LocalGuest& guest, std::uint32_t key) {
         return;
     }
     message.offset = entry->shared.offset;
-    guest.lend(key);  // first: a recall after this finds it
     UniqueFd read_only;
     int file = entry->shared.fd;
     if ((entry->access & kAccessRemoteWrite) == 0) {
-        read_only = reopen_read_only(file);
+        try {
+            read_only = reopen_read_only(file);
+        } catch (const NativeError&) {  // without /proc, say
+            send_message(guest.control_fd(), message, {});
+            return;
+        }
         file = read_only.get();
     }
+    guest.lend(key);  // first: a recall after this finds it
     send_message(guest.control_fd(), message, {&file, 1});
 }
 
@@ -101,14 +112,14 @@ Listener::Listener() : name_(random_token()), fd_(open_packet_socket()) {
     }
 }
 
-Admitted answer_open(UniqueFd& connection, const Registry& exposed) {
-    Message open;
+Answer answer_stranger(UniqueFd& connection, const Registry& exposed) {
+    Message message;
     std::array<UniqueFd, kMaxDescriptors> unexpected;
-    if (receive_message(connection.get(), open, unexpected) != Received::Message ||
-        open.kind != Kind::Open) {
-        return {};
-    }
-    std::shared_ptr<Responder> responder = exposed.find(open.target);
+    const Received received = receive_message(connection.get(), message, unexpected);
+    if (received == Received::Nothing) return {.more = true};
+    if (received == Received::Ended) return {};
+    if (message.kind != Kind::Open && message.kind != Kind::Enter) return {};
+    std::shared_ptr<Responder> responder = exposed.find(message.target);
     SharedTable* const table = responder ? responder->mrs()->shared() : nullptr;
     if (table == nullptr) return {};
     pid_t pid = 0;
@@ -118,6 +129,10 @@ Admitted answer_open(UniqueFd& connection, const Registry& exposed) {
         refuse(connection.get(), why);
         return {};
     }
+    if (message.kind == Kind::Open) {
+        send_offered(connection.get());
+        return {.more = true};
+    }
     int ends[2] = {-1, -1};
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) != 0) {
         refuse(connection.get(), "it is out of file descriptors");
@@ -125,17 +140,23 @@ Admitted answer_open(UniqueFd& connection, const Registry& exposed) {
     }
     UniqueFd ours(ends[0]);
     const UniqueFd theirs(ends[1]);
-    if (!responder->claim(open.initiator)) return {};
-    const auto guest = table->admit(std::move(connection), std::move(process), pid);
+    if (!responder->claim(message.initiator)) return {};
+    std::shared_ptr<LocalGuest> guest;
+    try {
+        guest = table->admit(connection, std::move(process), pid);
+    } catch (const NativeError& error) {
+        refuse(connection.get(), error.detail());
+        return {};
+    }
     if (!responder->attach(guest) || !send_opened(*guest, theirs.get())) {
         guest->close();
         return {};
     }
-    return {std::move(responder), std::move(ours)};
+    return {.responder = std::move(responder), .stream = std::move(ours)};
 }
 
 bool answer_guest(Responder& responder, LocalGuest& guest) {
-    for (;;) {
+    for (int i = 0; i < kMessagesPerTurn; ++i) {
         Message message;
         std::array<UniqueFd, kMaxDescriptors> unexpected;
         switch (receive_message(guest.control_fd(), message, unexpected)) {
@@ -149,6 +170,7 @@ bool answer_guest(Responder& responder, LocalGuest& guest) {
         if (message.kind != Kind::Lend) return false;
         answer_lend(responder, guest, message.key);
     }
+    return true;
 }
 
 }  // namespace aioflagcx::verbs::soft::local

@@ -26,17 +26,21 @@ class Listener {
     UniqueFd fd_;
 };
 
-// A connection that has been admitted: the responder it belongs to, and our end of its stream.
-struct Admitted {
-    std::shared_ptr<Responder> responder;
-    UniqueFd stream;
+// What came of a message on a connection that has not been admitted yet.
+struct Answer {
+    bool more = false;  // it may send another; without that or a responder it is of no use
+    // It has been admitted: the responder it belongs to, whose guest has taken the connection over,
+    // and our end of its stream.
+    std::shared_ptr<Responder> responder = nullptr;
+    UniqueFd stream = {};
 };
 
-// Answers an Open: admits the initiator or tells it why not. Without a responder: the connection is
-// of no use any more. The connection itself goes over to the responder's guest.
-Admitted answer_open(UniqueFd& connection, const Registry& exposed);
+// Answers an Open or Enter: admits the initiator, or tells it why not. Throws what running out of
+// memory throws.
+Answer answer_stranger(UniqueFd& connection, const Registry& exposed);
 
-// Answers what a guest asks for. False when its connection has ended, or makes no sense.
+// Answers what a guest asks for, so much of it that others get their turn. False when its
+// connection has ended, or makes no sense.
 bool answer_guest(Responder& responder, LocalGuest& guest);
 
 }  // namespace aioflagcx::verbs::soft::local

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "common/error.h"
-#include "verbs/soft/local/wire.h"
+#include "verbs/soft/local/packets.h"
 
 namespace aioflagcx::verbs::soft::local {
 
@@ -37,10 +37,9 @@ bool wait_for(Quiet quiet, Gone gone, Deadline deadline) {
 
 // ---- LocalGuest ------------------------------------------------------------------------------
 
-LocalGuest::LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd control, UniqueFd process,
+LocalGuest::LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd& control, UniqueFd process,
                        pid_t pid)
     : table_(std::move(table)),
-      control_(std::move(control)),
       process_(std::move(process)),
       pid_(pid),
       gate_(table_->take_gate()),
@@ -52,6 +51,7 @@ LocalGuest::LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd control, Uni
         table_->free_gate(gate_);
         throw;
     }
+    control_ = std::move(control);
     table_->table().gates[gate_].store(ticket_, std::memory_order_seq_cst);
 }
 
@@ -81,38 +81,40 @@ bool LocalGuest::uses(std::uint32_t key) const noexcept {
     return false;
 }
 
-bool LocalGuest::ended() const noexcept {
-    pollfd entry{process_.get(), POLLIN, 0};
-    return ::poll(&entry, 1, 0) == 1;
+bool LocalGuest::gone() const noexcept {
+    // Of the connection only POLLHUP, which is told unasked.
+    pollfd entries[] = {{process_.get(), POLLIN, 0}, {control_.get(), 0, 0}};
+    return ::poll(entries, 2, 0) > 0;
 }
 
 bool LocalGuest::wait_idle(Deadline deadline) const {
-    return wait_for([this] { return !busy(); }, [this] { return ended(); }, deadline);
+    return wait_for([this] { return !busy(); }, [this] { return gone(); }, deadline);
 }
 
 void LocalGuest::lend(std::uint32_t key) {
     const std::lock_guard lock(mutex_);
-    lent_.push_back(key);
+    lent_.insert(key);
 }
 
 void LocalGuest::recall(std::uint32_t key) noexcept {
     {
         const std::lock_guard lock(mutex_);
-        if (std::erase(lent_, key) == 0) return;
+        if (lent_.erase(key) == 0) return;
     }
     Message message;
     message.kind = Kind::Recall;
     message.key = key;
     // One that does not read keeps its mapping until it does; the region is closed to it anyway.
-    ::send(control_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    // When there is no room for more messages, their end says the same.
+    if (!send_message(control_.get(), message, {})) ::shutdown(control_.get(), SHUT_WR);
 }
 
 // ---- SharedTable -----------------------------------------------------------------------------
 
 SharedTable::SharedTable()
     : file_(create_memory_file("aioflagcx-regions", sizeof(Table))),
-      read_only_(reopen_read_only(file_.get())),
-      map_(file_.get(), sizeof(Table), true) {}
+      map_(file_.get(), sizeof(Table), true),
+      read_only_(share_read_only(file_.get())) {}
 
 void SharedTable::publish(std::uint32_t key, std::uint64_t addr, std::uint64_t length,
                           std::uint32_t access, bool mappable) noexcept {
@@ -131,18 +133,16 @@ void SharedTable::withdraw(std::uint32_t key) noexcept {
 
 bool SharedTable::wait_unused(std::uint32_t key, Deadline deadline) {
     for (const auto& guest : guests()) {
-        if (!wait_for([&] { return !guest->uses(key); }, [&] { return guest->ended(); },
-                      deadline)) {
+        if (!wait_for([&] { return !guest->uses(key); }, [&] { return guest->gone(); }, deadline)) {
             return false;
         }
     }
     return true;
 }
 
-std::shared_ptr<LocalGuest> SharedTable::admit(UniqueFd control, UniqueFd process, pid_t pid) {
+std::shared_ptr<LocalGuest> SharedTable::admit(UniqueFd& control, UniqueFd process, pid_t pid) {
     guests();  // their gates may be needed
-    auto guest = std::make_shared<LocalGuest>(shared_from_this(), std::move(control),
-                                              std::move(process), pid);
+    auto guest = std::make_shared<LocalGuest>(shared_from_this(), control, std::move(process), pid);
     const std::lock_guard lock(mutex_);
     guests_.push_back(guest);
     return guest;
@@ -163,7 +163,7 @@ std::vector<std::shared_ptr<LocalGuest>> SharedTable::guests() {
     std::vector<std::shared_ptr<LocalGuest>> all;
     const std::lock_guard lock(mutex_);
     for (auto& guest : guests_) {
-        const bool finished = guest->closed() && (!guest->busy() || guest->ended());
+        const bool finished = guest->closed() && (!guest->busy() || guest->gone());
         (finished ? forgotten : all).push_back(std::move(guest));
     }
     guests_ = all;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "common/unique_fd.h"
@@ -27,11 +27,14 @@ class SharedTable;
 // Announce, check, copy: the initiator stores the keys in its announcement (seq_cst), then looks
 // at its gate and at the keys' entries, copies, and clears the announcement. Who takes a gate or
 // entry away stores that (seq_cst) and then waits until the announcement does not hold it. As with
-// Gate, at least one of the two sees the other. A process that has ended announces nothing.
+// Gate, at least one of the two sees the other. A process that has ended announces nothing. Nor
+// does one whose end of the connection is closed: that happens between copies, or with all of the
+// process's threads, by execve(2), say.
 class LocalGuest {
   public:
-    // `control` carries messages to the initiator; `process` is its pidfd. Its gate is open.
-    LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd control, UniqueFd process, pid_t pid);
+    // `control` carries messages to the initiator, and is taken unless this throws; `process` is
+    // its pidfd. Its gate is open.
+    LocalGuest(std::shared_ptr<SharedTable> table, UniqueFd& control, UniqueFd process, pid_t pid);
     ~LocalGuest();
 
     int control_fd() const noexcept { return control_.get(); }
@@ -51,7 +54,7 @@ class LocalGuest {
     // Whether it is inside a copy (with `key`) just now.
     bool busy() const noexcept;
     bool uses(std::uint32_t key) const noexcept;
-    bool ended() const noexcept;  // the process
+    bool gone() const noexcept;  // it will copy no more: its process has ended, or its connection
 
     // False at the deadline: it is stopped inside a copy.
     bool wait_idle(Deadline deadline) const;
@@ -62,7 +65,7 @@ class LocalGuest {
 
   private:
     const std::shared_ptr<SharedTable> table_;
-    const UniqueFd control_;
+    UniqueFd control_;
     const UniqueFd process_;
     const pid_t pid_;
     const std::uint32_t gate_;
@@ -72,7 +75,7 @@ class LocalGuest {
     std::atomic<bool> closed_{false};
 
     std::mutex mutex_;  // guards lent_; a leaf
-    std::vector<std::uint32_t> lent_;
+    std::unordered_set<std::uint32_t> lent_;
 };
 
 class SharedTable : public std::enable_shared_from_this<SharedTable> {
@@ -93,8 +96,8 @@ class SharedTable : public std::enable_shared_from_this<SharedTable> {
     // No guest may use anything any more, and none is kept.
     void shut() noexcept;
 
-    // A new guest, whose gate is open. Throws NativeError.
-    std::shared_ptr<LocalGuest> admit(UniqueFd control, UniqueFd process, pid_t pid);
+    // A new guest, as its constructor says. Throws NativeError.
+    std::shared_ptr<LocalGuest> admit(UniqueFd& control, UniqueFd process, pid_t pid);
 
   private:
     friend class LocalGuest;
@@ -106,8 +109,8 @@ class SharedTable : public std::enable_shared_from_this<SharedTable> {
 
     const Token name_ = random_token();
     UniqueFd file_;
-    UniqueFd read_only_;
     Mapping map_;
+    UniqueFd read_only_;
 
     std::mutex mutex_;  // guards what follows; a leaf
     // Held while connected by their responders; kept here while they may be inside a copy.
