@@ -25,7 +25,8 @@ async def serve(pipe: socket.socket, memory_fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=pipe)
     size = os.fstat(memory_fd).st_size
     memory = np.frombuffer(mmap.mmap(memory_fd, size), np.uint8)
-    config, host_name, port = await read_message(reader)
+    config, host_name, port, prepare = await read_message(reader)
+    prepare()
     async with aioflagcx.Engine(host_name, port, config=config) as engine:
         host = Host(engine, memory)
         write_message(writer, host.describe())

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
 from promises.lab import ARRANGEMENTS, EVERYWHERE, Lab
+from promises.nursery import Nursery
+from promises.two_hosts import TwoHosts
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,6 +29,22 @@ def arrangement(request: pytest.FixtureRequest) -> object:
 async def lab(arrangement: object) -> AsyncIterator[Lab]:
     async with contextlib.AsyncExitStack() as stack:
         yield Lab(arrangement, stack)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[TwoHosts]:
+    ip = shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.fail("network namespaces need root and iproute2")
+    with TwoHosts(ip).up() as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture

@@ -111,7 +111,17 @@ class Host:
         self.memory[:size] = value
         try:
             await self.engine.write(
-                peer, np.full(1_000, self.base), np.full(1_000, destination), size, timeout=None
+                peer, np.full(20_000, self.base), np.full(20_000, destination), size, timeout=None
+            )
+        except AioFlagcxError as error:
+            return error
+        raise AssertionError("it was over before anything happened to it")
+
+    async def read_without_end(self, peer: str, source: int, size: int) -> AioFlagcxError:
+        """Read [source, +size) of `peer` 20,000 times, as one read: what ended it."""
+        try:
+            await self.engine.read(
+                peer, np.full(20_000, self.base), np.full(20_000, source), size, timeout=None
             )
         except AioFlagcxError as error:
             return error

@@ -23,11 +23,13 @@ class Arrangement:
 ARRANGEMENTS = {
     "process": Arrangement("process", LoopPeer),
     "process-threads": Arrangement("process", ThreadPeer),
+    "local": Arrangement("local", LoopPeer),
+    "local-processes": Arrangement("local", ChildPeer),
     "tcp": Arrangement("tcp", LoopPeer),
     "tcp-processes": Arrangement("tcp", ChildPeer),
 }
 
-EVERYWHERE = ("process", "tcp", "tcp-processes")
+EVERYWHERE = ("process", "local-processes", "tcp-processes")
 """The arrangements of a test that asks for none."""
 
 
@@ -40,7 +42,7 @@ class Lab:
 
     def config(self, path: str | None = None, **settings: Any) -> Config:
         """Settings that allow the arrangement's path alone, or `path` alone."""
-        return Config(soft_paths=(path or self.arrangement.path,), **settings)
+        return Config(**{"soft_paths": (path or self.arrangement.path,), **settings})
 
     async def engine(self, config: Config | None = None, **settings: Any) -> Engine:
         """An engine on the test's own loop."""

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from promises.host import Host
 from promises.measures import Bytes
+from promises.nursery import TESTS, ForkedProcess, Nursery
 from promises.pipe import read_message, write_message
 
 import aioflagcx
@@ -30,10 +32,32 @@ from aioflagcx import Config, Engine
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TESTS = Path(__file__).parents[1]
-
 EXIT_TIMEOUT = 20.0
 """Seconds a helper process may take to close its engine and end."""
+
+
+def as_it_is() -> None:
+    """What most processes do to themselves."""
+
+
+def run_child(command: Sequence[str], pipe: int, memory: int) -> subprocess.Popen[bytes]:
+    """Start promises.child with these descriptors, by `command`."""
+    path = os.pathsep.join((str(TESTS), *filter(None, sys.path)))
+    return subprocess.Popen(
+        [*command, sys.executable, "-m", "promises.child", str(pipe), str(memory)],
+        pass_fds=(pipe, memory),
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def stands_still(pid: int) -> bool:
+    """Whether no thread of the process runs, since it is stopped or has ended."""
+    states = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states <= {"T", "Z", "X"}
 
 
 class Peer:
@@ -153,25 +177,22 @@ class ChildPeer(Peer):
         *,
         host: str = "127.0.0.1",
         command: Sequence[str] = (),
+        nursery: Nursery | None = None,
+        prepare: Callable[[], None] = as_it_is,
     ) -> ChildPeer:
-        """`host`: what its engine binds. `command`: what runs it, such as `ip netns exec x`."""
+        """`host`: what its engine binds. `command`: what runs it, such as `ip netns exec x`.
+        `nursery`: makes the process, instead of a new interpreter. `prepare`: a module's function
+        that is called there before the engine is made."""
         peer = cls()
         ours, theirs = socket.socketpair()
         memory_fd = os.memfd_create("promises")
         try:
             os.ftruncate(memory_fd, memory_size)
             peer.memory = np.frombuffer(mmap.mmap(memory_fd, memory_size), np.uint8)
-            path = os.pathsep.join((str(TESTS), *filter(None, sys.path)))
-            peer.process = subprocess.Popen(  # noqa: ASYNC220
-                [
-                    *command,
-                    *(sys.executable, "-m", "promises.child"),
-                    *(str(theirs.fileno()), str(memory_fd)),
-                ],
-                pass_fds=(theirs.fileno(), memory_fd),
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-            )
+            if nursery is not None:
+                peer.process = nursery.fork(theirs.fileno(), memory_fd)
+            else:
+                peer.process = run_child(command, theirs.fileno(), memory_fd)
         except BaseException:
             ours.close()
             raise
@@ -180,7 +201,7 @@ class ChildPeer(Peer):
             theirs.close()
         try:
             reader, peer._writer = await asyncio.open_connection(sock=ours)
-            write_message(peer._writer, (config, host, port))
+            write_message(peer._writer, (config, host, port, prepare))
             peer._describe(await read_message(reader))
         except BaseException:
             await peer._end(kill=True)
@@ -189,7 +210,7 @@ class ChildPeer(Peer):
         peer._reader = asyncio.create_task(peer._read(reader))
         return peer
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     _writer: asyncio.StreamWriter
     _reader: asyncio.Task[None] | None = None
 
@@ -225,7 +246,8 @@ class ChildPeer(Peer):
         """SIGSTOP; returns when the process stands still."""
         self._stopped = True
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        while not stands_still(self.process.pid):
+            time.sleep(0)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -254,13 +276,14 @@ class ChildPeer(Peer):
     async def _exited(self) -> None:
         exited = asyncio.Event()
         loop = asyncio.get_running_loop()
-        pidfd = os.pidfd_open(self.process.pid)
-        loop.add_reader(pidfd, exited.set)
-        try:
-            await exited.wait()
-        finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
+        with contextlib.suppress(ProcessLookupError):  # gone, and waited for by its parent
+            pidfd = os.pidfd_open(self.process.pid)
+            loop.add_reader(pidfd, exited.set)
+            try:
+                await exited.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
         self.process.wait()
 
     async def close(self) -> None:

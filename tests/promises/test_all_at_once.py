@@ -24,7 +24,7 @@ LANE = 2 * MiB
 SECONDS = 5.0
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_nothing_hangs_and_no_success_is_false_while_all_kinds_of_things_happen(
     lab: Lab, seed: int, caplog: pytest.LogCaptureFixture

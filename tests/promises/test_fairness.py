@@ -109,7 +109,7 @@ async def test_transfers_to_the_same_peer_share_its_path_by_turns(lab: Lab) -> N
     await asyncio.gather(*transfers)
 
 
-@pytest.mark.arrangements("process", "tcp-processes")
+@pytest.mark.arrangements("process", "local-processes", "tcp-processes")
 async def test_small_writes_to_b_do_not_wait_while_a_is_stopped(lab: Lab, report: Report) -> None:
     """And what was on its way to A goes on when A does: it was stopped for less than the
     keepalive's timeout."""

@@ -39,7 +39,7 @@ async def incomplete_at_arrival(host: Host, last: str) -> tuple[list[str], list[
     return names, incomplete
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 async def test_data_is_complete_at_the_moment_of_its_notification(lab: Lab) -> None:
     lanes, rounds = 6, 40
     engine = await lab.engine(qps_per_endpoint=2)
@@ -147,7 +147,7 @@ async def test_a_full_queue_refuses_the_notification_and_says_so(lab: Lab) -> No
     assert (peer.memory == 7).all(), "the data has landed"
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_when_the_peer_dies_between_data_and_notification_the_outcome_is_unknown(
     lab: Lab,
 ) -> None:

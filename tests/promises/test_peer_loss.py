@@ -57,7 +57,7 @@ async def errors_of(transfers: list[Transfer], limit: float) -> list[BaseExcepti
     return outcomes
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_killed_peer_fails_all_its_transfers_and_its_successor_is_connected_afresh(
     lab: Lab,
 ) -> None:
@@ -102,7 +102,7 @@ async def test_a_killed_peer_fails_all_its_transfers_and_its_successor_is_connec
     assert afresh.peer_engine_id != session.peer_engine_id
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_peer_that_restarts_unnoticed_is_found_out_by_the_next_call(lab: Lab) -> None:
     engine = await lab.engine()
     peer: ChildPeer = await lab.peer(KiB)
@@ -120,7 +120,7 @@ async def test_a_peer_that_restarts_unnoticed_is_found_out_by_the_next_call(lab:
     assert successor.memory.all()
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_stopped_peer_fails_its_transfers_in_time_and_is_connected_afresh_when_it_goes_on(
     lab: Lab,
 ) -> None:
@@ -145,8 +145,8 @@ async def test_a_stopped_peer_fails_its_transfers_in_time_and_is_connected_afres
         assert error.peer == peer.session_id
         assert transfer.status == "failed"
         assert transfer.remote_quiet == error.remote_quiet
-        if index % 2 == 0:  # a write that was under way: its bytes may be on the way still
-            assert transfer.remote_quiet is False
+        if index % 2 == 0:  # a write: its bytes may be on the way still, or are copied here
+            assert transfer.remote_quiet is (lab.arrangement.path == "local")
 
     started = time.monotonic()
     with pytest.raises(ConnectTimeout) as timed_out:
@@ -195,7 +195,7 @@ async def test_a_timeout_ends_a_transfer_to_a_stopped_peer_long_before_the_keepa
     assert peer.memory.all()
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 async def test_a_peer_that_closes_its_engine_fails_transfers_and_refuses_new_ones(
     lab: Lab,
 ) -> None:
@@ -218,7 +218,7 @@ async def test_a_peer_that_closes_its_engine_fails_transfers_and_refuses_new_one
     assert not peer.memory.any()
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 async def test_closing_the_engine_ends_its_transfers_with_engine_closed(lab: Lab) -> None:
     engine = await lab.engine(drain_timeout=1.0)
     peer = await lab.peer(BIG)
@@ -248,7 +248,7 @@ async def test_closing_the_engine_ends_its_transfers_with_engine_closed(lab: Lab
     assert (peer.memory == 3).all()
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_peer_that_dies_while_connecting_is_a_connect_error_in_time(lab: Lab) -> None:
     engine = await lab.engine(connect_timeout=2.0)
     peer: ChildPeer = await lab.peer(KiB)
@@ -296,7 +296,7 @@ async def test_a_peer_that_says_goodbye_at_once_is_a_connect_error_and_leaves_no
 
 
 @pytest.mark.parametrize("signal", ["killed", "stopped"])
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_one_lost_peer_disturbs_no_other(lab: Lab, signal: str) -> None:
     engine = await lab.engine(keepalive_interval=0.2, keepalive_timeout=1.5)
     lost, healthy = await lab.peer(BIG), await lab.peer(BIG)
@@ -367,7 +367,7 @@ async def test_a_peer_whose_loop_is_blocked_for_20_s_loses_nothing(lab: Lab) -> 
         assert (await engine.connect(peer.session_id)) is session
         await asyncio.gather(*notified)
         await session.notify("end", b"")
-        assert await peer.run(Host.notification_names, "end") == ["0", "1", "2"]
+        assert sorted(await peer.run(Host.notification_names, "end")) == ["0", "1", "2"]
         assert np.array_equal(peer.memory[size:], ours)
         assert await peer.run(Host.responders) == 1
         return rounds
@@ -399,7 +399,7 @@ async def test_whoever_ends_a_session_no_connection_is_left(lab: Lab, ended_by: 
     region = await engine.register(np.ones(KiB, np.uint8))
     session = await lab.connect(engine, peer)
     await engine.write(session, region, peer.at(0), region)
-    assert len(connections() - before) >= 2, "control and keepalive, at least"
+    await until(lambda: len(connections() - before) >= 2)  # control and keepalive, at least
     if ended_by == "session":
         await session.close()
     elif ended_by == "engine":
@@ -411,19 +411,19 @@ async def test_whoever_ends_a_session_no_connection_is_left(lab: Lab, ended_by: 
         await peer.run(wait_disconnected)
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_session_with_a_stopped_peer_leaves_no_connection_here_either(lab: Lab) -> None:
     before = connections()
     engine = await lab.engine(keepalive_timeout=3_600)
     peer: ChildPeer = await lab.peer(KiB)
     session = await lab.connect(engine, peer)
-    assert len(connections() - before) >= 2, "control and keepalive, at least"
+    await until(lambda: len(connections() - before) >= 2)  # control and keepalive, at least
     peer.stop()
     await session.close()
     await until(lambda: not connections() - before)
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 async def test_a_closed_session_cancels_what_is_under_way_and_the_next_call_connects_again(
     lab: Lab,
 ) -> None:

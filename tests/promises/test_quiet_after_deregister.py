@@ -26,7 +26,7 @@ VALUE, FILL = 0x33, 0x99
 SIZE = 8 * MiB
 
 
-@pytest.mark.arrangements("process", "process-threads", "tcp", "tcp-processes")
+@pytest.mark.arrangements("process", "process-threads", "local-processes", "tcp", "tcp-processes")
 async def test_no_byte_changes_after_deregister_while_a_peer_keeps_writing(lab: Lab) -> None:
     """The owner is here, the writer is the peer; many times, at random moments."""
     owner, writer = await lab.engine(), await lab.peer(2 * SIZE, register=False)

@@ -21,7 +21,7 @@ from aioflagcx.errors import PeerLost, TransferCancelled, TransferError, Transfe
 
 VALUE, FILL = 0x22, 0x77
 PART, ROUNDS = 8 * MiB, 48
-PASSES = {"process": 16, "tcp": 4}
+PASSES = {"process": 16, "local": 8, "tcp": 4}
 """As in test_quiet_source.py."""
 
 
@@ -114,7 +114,7 @@ async def test_quiesce_touches_no_other_peer(lab: Lab) -> None:
         await until(lambda s=quiesced: not s.alive)
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_a_stopped_peer_confirms_nothing_and_its_quiesce_afterwards_holds(lab: Lab) -> None:
     size, drain_timeout = 64 * MiB, 0.4
     engine = await lab.engine(drain_timeout=drain_timeout, keepalive_timeout=60)
@@ -147,10 +147,13 @@ async def test_a_stopped_peer_confirms_nothing_and_its_quiesce_afterwards_holds(
         await peer.run(Host.quiesce, engine.session_id)
         await until(lambda s=session: not s.alive)
         assert (peer.memory == FILL).all(), "bytes arrived after all was quiet"
-    assert unconfirmed, "no write was caught in the middle"
+    if lab.arrangement.path == "local":  # where a write is copied, nothing of it is on the way
+        assert not unconfirmed
+    else:
+        assert unconfirmed, "no write was caught in the middle"
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_an_engine_fences_a_lost_peer_by_itself(lab: Lab) -> None:
     """The writer stops; its peer loses it, and what was on its way comes to nothing."""
     size = 16 * MiB
@@ -169,7 +172,7 @@ async def test_an_engine_fences_a_lost_peer_by_itself(lab: Lab) -> None:
     assert (memory == FILL).all(), "bytes arrived from a peer that had been given up"
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_an_engine_whose_loop_is_blocked_fences_a_lost_peer_all_the_same(lab: Lab) -> None:
     size = 16 * MiB
     config = {"keepalive_interval": 0.2, "keepalive_timeout": 1.0}

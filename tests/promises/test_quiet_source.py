@@ -30,7 +30,7 @@ from aioflagcx.errors import (
 
 VALUE, MARKER = 0x11, 0xA5
 PART, ROUNDS = 8 * MiB, 48
-PASSES = {"process": 16, "tcp": 4}
+PASSES = {"process": 16, "local": 8, "tcp": 4}
 """How often one transfer moves its part, so that it takes some milliseconds: timers are not
 more exact than that."""
 
@@ -250,7 +250,7 @@ async def test_no_byte_leaves_the_source_after_the_peer_refused_the_write(lab: L
     assert refused, "no write was refused on its way"
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_no_byte_leaves_the_source_after_the_peer_was_lost(lab: Lab) -> None:
     size = 64 * MiB
     engine = await lab.engine(keepalive_interval=0.2, keepalive_timeout=1.0)
@@ -271,7 +271,8 @@ async def test_no_byte_leaves_the_source_after_the_peer_was_lost(lab: Lab) -> No
         for transfer in transfers:
             with contextlib.suppress(PeerLost):
                 await transfer
-        assert any(transfer.status == "failed" for transfer in transfers)
+        if killed or lab.arrangement.path != "local":  # where a stopped peer is written to as well
+            assert any(transfer.status == "failed" for transfer in transfers)
         ours[:] = MARKER
         if not killed:
             peer.resume()
@@ -280,7 +281,7 @@ async def test_no_byte_leaves_the_source_after_the_peer_was_lost(lab: Lab) -> No
         assert not (peer.memory == MARKER).any()
 
 
-@pytest.mark.arrangements("tcp-processes")
+@pytest.mark.arrangements("local-processes", "tcp-processes")
 async def test_no_byte_leaves_the_source_after_a_write_to_a_stopped_peer_was_cancelled(
     lab: Lab,
 ) -> None:
