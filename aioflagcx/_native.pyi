@@ -103,7 +103,18 @@ class PathNote(NamedTuple):
     path: str
     note: str
 
-Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote
+class DeviceNote(NamedTuple):
+    """What a device of ours reports by itself."""
+
+    device: int  # index in TransferEngine.devices
+    name: str
+    text: str
+    bad: bool  # its rails have been taken down
+    back: bool  # its rails can be connected again
+
+Event = (
+    TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote | DeviceNote
+)
 
 class Allocation:
     """A memfd of fixed size, mapped shared. Exports `size` bytes by the buffer protocol; memory

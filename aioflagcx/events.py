@@ -70,6 +70,12 @@ class Events:
             owner = self.links.get(event.owner) or self.guests.get(event.owner)
             if owner is not None:
                 owner.keepalive_lost(event.reason)
+        elif isinstance(event, _native.DeviceNote):
+            level = logging.WARNING if event.bad else logging.INFO
+            _logger.log(level, "device %s: %s", event.name, event.text)
+            if event.back:
+                for link in self.links.values():
+                    link.rails.device_back(event.device)
         elif isinstance(event, _native.PathNote):
             link = self.links.get(event.session)
             if link is not None:

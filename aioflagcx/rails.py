@@ -208,6 +208,13 @@ class Rails:
         if not rail.up and rail.first is None:
             self._keep_soon(rail)
 
+    def device_back(self, device: int) -> None:
+        """A device of ours works again: its rails need not rest any longer."""
+        for rail in self._rails:
+            if rail.index % len(self._runtime.native.devices) == device:
+                rail.rest_until = 0.0
+                rail.needed.set()
+
     def _keep_soon(self, rail: _Rail) -> None:
         if rail.keeper is None and not self._stopped:
             rail.keeper = self._runtime.loop.create_task(self._keep(rail))

@@ -61,7 +61,17 @@ struct PathNote {
     std::string note;
 };
 
-using Event = std::variant<TransferEvent, EndpointDown, KeepaliveLost, Immediates, PathNote>;
+// What a device of ours reports by itself.
+struct DeviceNote {
+    std::uint32_t device = 0;  // its index
+    std::string name;
+    std::string text;
+    bool bad = false;   // its rails have been taken down
+    bool back = false;  // its rails can be connected again
+};
+
+using Event =
+    std::variant<TransferEvent, EndpointDown, KeepaliveLost, Immediates, PathNote, DeviceNote>;
 
 // Lock: mutex_ guards the queues and `woken_`; a leaf.
 class EventRing {

@@ -320,6 +320,18 @@ void Session::lane_failed(Lane& lane, const verbs::WorkCompletion& wc) {
     fail_endpoint(*endpoint);
 }
 
+void Session::device_failed(std::uint32_t device) {
+    const std::lock_guard lock(mutex_);
+    for (std::uint32_t rail = 0; rail < endpoints_.size(); ++rail) {
+        Endpoint& endpoint = endpoints_[rail];
+        if (&context(rail) != engine_->contexts()[device].get()) continue;
+        if (endpoint.state == Endpoint::State::Up) {
+            endpoint.cause = {verbs::WcStatus::FatalErr, 0, endpoint.rail};
+        }
+        fail_endpoint(endpoint);
+    }
+}
+
 // mutex_ is held.
 void Session::fail_endpoint(Endpoint& endpoint) {
     if (endpoint.state != Endpoint::State::Up) return;

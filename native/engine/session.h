@@ -76,6 +76,8 @@ class Session : public std::enable_shared_from_this<Session> {
     void abort(const std::shared_ptr<TransferTask>& task);
     void fenced(const Epoch& epoch) { queue_.fenced(epoch); }
 
+    // One of our devices is of no use any more.
+    void device_failed(std::uint32_t device);
     void fail();
     void close();
 

@@ -46,7 +46,9 @@ TransferEngine::TransferEngine(EngineOptions options,
     : options_(std::move(options)),
       contexts_(make_contexts(std::move(devices), options_, stats_)),
       regions_(make_table(contexts_)),
-      liveness_(std::make_unique<Liveness>(options_.bind_address, stats_)) {}
+      liveness_(std::make_unique<Liveness>(options_.bind_address, stats_)) {
+    watch_devices();
+}
 
 std::shared_ptr<TransferEngine> TransferEngine::open(
     EngineOptions options, std::vector<std::unique_ptr<verbs::Device>> devices) {
@@ -55,6 +57,31 @@ std::shared_ptr<TransferEngine> TransferEngine::open(
 }
 
 TransferEngine::~TransferEngine() { close(); }
+
+void TransferEngine::watch_devices() {
+    for (std::uint32_t i = 0; i < contexts_.size(); ++i) {
+        contexts_[i]->device().on_event(
+            [this, i](const verbs::DeviceEvent& event) { on_device_event(i, event); });
+    }
+}
+
+// On a thread of the device.
+void TransferEngine::on_device_event(std::uint32_t device, const verbs::DeviceEvent& event) {
+    using Kind = verbs::DeviceEvent::Kind;
+    // Without waiting for the retries of every queue pair: slices go to other rails at once.
+    const bool bad = event.kind == Kind::PortDown || event.kind == Kind::DeviceFatal;
+    ring_.push(DeviceNote{device, contexts_[device]->name(), event.text, bad,
+                          event.kind == Kind::PortActive});
+    if (!bad) return;
+    std::vector<std::shared_ptr<Session>> sessions;
+    {
+        const std::lock_guard lock(mutex_);
+        for (const auto& weak : sessions_) {
+            if (auto session = weak.lock()) sessions.push_back(std::move(session));
+        }
+    }
+    for (const auto& session : sessions) session->device_failed(device);
+}
 
 void TransferEngine::check_open() const {
     if (closed()) throw NativeError("engine", 0, "the engine is closed");
@@ -104,7 +131,10 @@ std::vector<std::uint64_t> TransferEngine::close() {
     for (const auto& weak : responders) {
         if (const auto responder = weak.lock()) responder->abandon();
     }
-    for (const auto& context : contexts_) context->stop();
+    for (const auto& context : contexts_) {
+        context->device().on_event(nullptr);
+        context->stop();
+    }
     contexts_.clear();  // sockets and device threads end here, not when Python lets go of us
     return in_use;
 }

@@ -59,6 +59,9 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
                                                 Liveness::Seconds keepalive_timeout);
 
   private:
+    void watch_devices();
+    void on_device_event(std::uint32_t device, const verbs::DeviceEvent& event);
+
     const pid_t pid_ = ::getpid();
     const EngineOptions options_;
     Stats stats_;

@@ -16,7 +16,7 @@ namespace {
 // Module-lifetime references: the interpreter frees them with the process.
 struct Types {
     py::handle region_record, epoch, transfer_event, endpoint_down, keepalive_lost, immediates;
-    py::handle path_note;
+    py::handle path_note, device_note;
     py::handle native_error, local_miss, remote_miss;
 };
 Types types;
@@ -109,6 +109,9 @@ struct EventVisitor {
     }
     py::object operator()(const engine::Immediates& e) const {
         return types.immediates(e.responder, e.imm);
+    }
+    py::object operator()(const engine::DeviceNote& e) const {
+        return types.device_note(e.device, e.name, e.text, e.bad, e.back);
     }
     py::object operator()(const engine::PathNote& e) const {
         return types.path_note(e.session, e.rail, e.path, text_or_none(true, e.note));
@@ -215,6 +218,8 @@ void bind_types(py::module_& module) {
             .release();
     types.keepalive_lost = named_tuple(module, "KeepaliveLost", {"owner", "reason"}).release();
     types.immediates = named_tuple(module, "Immediates", {"responder", "imm"}).release();
+    types.device_note =
+        named_tuple(module, "DeviceNote", {"device", "name", "text", "bad", "back"}).release();
     types.path_note =
         named_tuple(module, "PathNote", {"session", "rail", "path", "note"}).release();
 
