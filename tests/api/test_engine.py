@@ -162,9 +162,10 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
         task = asyncio.create_task(engine.start())
         for _ in range(turns):
             await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        # A machine that is slow to give the loop its turns may have come to the end of the start.
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
         await engine.close()
     await until(lambda: native_threads() <= before)
 
