@@ -112,9 +112,7 @@ class DeviceNote(NamedTuple):
     bad: bool  # its rails have been taken down
     back: bool  # its rails can be connected again
 
-Event = (
-    TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote | DeviceNote
-)
+Event = TransferEvent | EndpointDown | KeepaliveLost | Immediates | PathNote | DeviceNote
 
 class Allocation:
     """A memfd of fixed size, mapped shared. Exports `size` bytes by the buffer protocol; memory
