@@ -41,10 +41,15 @@ inline constexpr std::size_t kCallBytes = std::size_t{4} << 20;
 inline constexpr std::size_t kCallPieces = 1024;
 // Messages of one peer that are answered before others get their turn.
 inline constexpr int kMessagesPerTurn = 64;
+// Bytes of one step of a copy to mapped memory: some 5 us.
+inline constexpr std::size_t kGuardedBytes = std::size_t{1} << 16;
 // How a thread waits for a process that is inside a copy: looks, then naps that grow.
 inline constexpr int kLooks = 200;
 inline constexpr std::chrono::microseconds kFirstNap{20};
 inline constexpr std::chrono::microseconds kLongestNap{1000};
+// How long a thread must be seen to be stopped: far longer than it takes to leave its processor
+// after it has said so.
+inline constexpr std::chrono::milliseconds kStoppedFor{5};
 
 // ---- TCP path --------------------------------------------------------------------------------
 

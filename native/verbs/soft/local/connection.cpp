@@ -113,6 +113,7 @@ void Connection::open(const Token& socket, const Token& responder, const Token& 
     stream_ = std::move(files[2]);
     gate_ = opened.gate;
     ticket_ = opened.ticket;
+    same_ids_ = opened.pid == ::getpid();
     table_name_ = opened.target;
 }
 
@@ -225,9 +226,10 @@ void Connection::take_lent(std::uint32_t key, std::uint64_t offset, UniqueFd fil
     // Still the same region, so what was read of it is its own.
     if (entry.tag.load(std::memory_order_seq_cst) != open_tag(key)) return;
     try {
-        require_fixed_size(file.get(), offset + length);
+        // All of it, as huge pages are unmapped as a whole only.
+        const std::size_t size = require_fixed_size(file.get(), offset + length);
         window->second.mapping = SharedMappings::process().get(table_name_, key, [&] {
-            return std::make_shared<Mapping>(file.get(), offset + length, writable);
+            return std::make_shared<Mapping>(file.get(), size, writable);
         });
         window->second.base = static_cast<std::uint8_t*>(window->second.mapping->get()) + offset;
     } catch (const NativeError&) {

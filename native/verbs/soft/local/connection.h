@@ -11,6 +11,7 @@
 
 #include "common/error.h"
 #include "common/unique_fd.h"
+#include "verbs/soft/local/guarded_copy.h"
 #include "verbs/soft/local/layout.h"
 #include "verbs/soft/local/memory_file.h"
 #include "verbs/soft/local/packets.h"
@@ -35,6 +36,8 @@ class Connection {
                Deadline deadline);
 
     pid_t pid() const noexcept { return pid_; }
+    // Whether the target knows our threads by the ids that we know them by.
+    bool same_ids() const noexcept { return same_ids_; }
     int control_fd() const noexcept { return control_.get(); }
     int process_fd() const noexcept { return process_.get(); }
     UniqueFd take_stream() noexcept { return std::move(stream_); }
@@ -43,6 +46,10 @@ class Connection {
     Announcement& announcement() const noexcept { return *static_cast<Announcement*>(page_.get()); }
     bool gate_open() const noexcept {
         return table().gates[gate_].load(std::memory_order_seq_cst) == ticket_;
+    }
+    Guard guard() const noexcept {
+        const auto& word = table().revocations;
+        return {&word, word.load(std::memory_order_seq_cst)};
     }
     // 0, or why the target is no more where it was: ESRCH, its process has ended; ECONNRESET, it
     // has closed the connection, which running another program (execve(2)) does, too.
@@ -72,6 +79,7 @@ class Connection {
     UniqueFd process_;
     UniqueFd stream_;
     pid_t pid_ = 0;
+    bool same_ids_ = false;
     Mapping table_;
     Mapping page_;
     std::uint32_t gate_ = 0;

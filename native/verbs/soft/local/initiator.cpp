@@ -1,8 +1,9 @@
 #include "verbs/soft/local/initiator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -134,12 +135,15 @@ bool LocalInitiator::copy_chunk(std::uint64_t end) {
         return false;
     }
     announce();
+    // Before the looks at gate and keys: what is taken away after them counts beyond this.
+    const Guard guard = connection_->guard();
     int error = 0;
     std::size_t copied = 0;
     const bool open = connection_->gate_open();
     if (open) {
         count = check_remote(count);
-        copied = copy(count, &error);
+        // If something was taken away meanwhile, the rest is looked at anew.
+        copy(guard, count, &copied, &error);
     }
     withdraw();
     if (!open) return fail_copy(ECONNRESET);
@@ -189,6 +193,9 @@ void LocalInitiator::announce() noexcept {
         page.keys[i].store(keys_[i], std::memory_order_release);
     }
     // At least 1, since it also stands for the QP, whose gate is looked at next.
+    const bool guarded = connection_->same_ids() && copies_are_guarded();
+    page.thread.store(guarded ? static_cast<std::uint32_t>(::gettid()) : 0,
+                      std::memory_order_release);
     page.count.store(static_cast<std::uint32_t>(std::max<std::size_t>(key_count_, 1)),
                      std::memory_order_seq_cst);
 }
@@ -241,6 +248,7 @@ bool LocalInitiator::execute_now(const SendWr& wr) {
     keys_[0] = wr.rkey;
     key_count_ = 1;
     announce();
+    const Guard guard = connection_->guard();
     std::size_t copied = 0;
     if (connection_->gate_open()) {
         const auto remote = find_remote(wr.rkey);
@@ -251,45 +259,43 @@ bool LocalInitiator::execute_now(const SendWr& wr) {
                              ? nullptr
                              : remote->window + (wr.remote_addr - remote->addr);
             int error = 0;
-            copied = copy(1, &error);
+            copy(guard, 1, &copied, &error);
         }
     }
     withdraw();
     return copied == wr.sge.length;
 }
 
-// Bytes copied; fewer than asked for with a reason, or because the kernel stopped early.
-std::size_t LocalInitiator::copy(std::size_t count, int* error) {
-    std::size_t copied = 0;
+// False when something was taken away before the end: `copied` bytes are copied. Fewer than asked
+// for also with a reason, or because the kernel stopped early.
+bool LocalInitiator::copy(const Guard& guard, std::size_t count, std::size_t* copied, int* error) {
     for (std::size_t i = 0; i < count;) {
         if (mapped_[i] != nullptr) {
             void* const here = here_[i].iov_base;
-            // Not memcpy: the target may be this process, and the request within one buffer.
-            std::memmove(reading_ ? here : mapped_[i], reading_ ? mapped_[i] : here,
-                         here_[i].iov_len);
-            copied += here_[i++].iov_len;
+            if (!guarded_copy(guard, reading_ ? here : mapped_[i], reading_ ? mapped_[i] : here,
+                              here_[i].iov_len)) {
+                return false;
+            }
+            *copied += here_[i++].iov_len;
             continue;
         }
         std::size_t to = i;
         std::size_t wanted = 0;
         for (; to < count && mapped_[to] == nullptr; ++to) wanted += here_[to].iov_len;
-        const ssize_t got = wanted == 0 ? 0 : call(i, to);
+        ssize_t got = 0;
+        if (wanted != 0 && !guarded_call(guard, reading_, connection_->pid(), {&here_[i], to - i},
+                                         {&there_[i], to - i}, &got)) {
+            return false;
+        }
         if (got < 0) {
             *error = errno;
-            return copied;
+            return true;
         }
-        copied += static_cast<std::size_t>(got);
-        if (static_cast<std::size_t>(got) != wanted) return copied;
+        *copied += static_cast<std::size_t>(got);
+        if (static_cast<std::size_t>(got) != wanted) return true;
         i = to;
     }
-    return copied;
-}
-
-ssize_t LocalInitiator::call(std::size_t from, std::size_t to) const {
-    const pid_t pid = connection_->pid();
-    const std::size_t count = to - from;
-    return reading_ ? ::process_vm_readv(pid, &here_[from], count, &there_[from], count, 0)
-                    : ::process_vm_writev(pid, &here_[from], count, &there_[from], count, 0);
+    return true;
 }
 
 // Requests of no bytes are finished with those before them.

@@ -11,6 +11,7 @@
 
 #include "verbs/soft/initiator.h"
 #include "verbs/soft/local/connection.h"
+#include "verbs/soft/local/guarded_copy.h"
 #include "verbs/soft/send_stream.h"
 
 namespace aioflagcx::verbs::soft::local {
@@ -70,8 +71,7 @@ class LocalInitiator final : public Initiator, public StreamOwner {
     void withdraw() noexcept;
     std::size_t check_remote(std::size_t count);
     std::optional<Remote> find_remote(std::uint32_t key);
-    std::size_t copy(std::size_t count, int* error);
-    ssize_t call(std::size_t from, std::size_t to) const;
+    bool copy(const Guard& guard, std::size_t count, std::size_t* copied, int* error);
     void finish_copied(std::size_t bytes);
     bool fail_copy(int error);
 

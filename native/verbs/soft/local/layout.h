@@ -29,6 +29,8 @@ inline std::uint64_t open_tag(std::uint32_t key) noexcept { return (std::uint64_
 
 // Written by the target, mapped read-only by its initiators.
 struct Table {
+    // Counts gates closed and entries taken away, each after it was: see guarded_copy.h.
+    alignas(64) std::atomic<std::uint64_t> revocations;
     std::array<std::atomic<std::uint32_t>, kLocalGates> gates;  // by QP: its ticket, or 0: closed
     std::array<Entry, kLocalRegions> entries;                   // by slot_of(key)
 };
@@ -37,6 +39,8 @@ struct Table {
 // is stored last and cleared first.
 struct Announcement {
     std::atomic<std::uint32_t> count;
+    // Who copies, if a copy of it ends when it is stopped; else 0. Stored before `count`.
+    std::atomic<std::uint32_t> thread;
     std::array<std::atomic<std::uint32_t>, kAnnouncedKeys> keys;
 };
 

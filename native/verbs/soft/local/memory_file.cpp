@@ -59,13 +59,14 @@ UniqueFd share_read_only(int fd) {
     return again;
 }
 
-void require_fixed_size(int fd, std::size_t size) {
+std::size_t require_fixed_size(int fd, std::size_t size) {
     const int seals = ::fcntl(fd, F_GET_SEALS);
     struct stat status{};
     if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd, &status) != 0 ||
         static_cast<std::uint64_t>(status.st_size) < size) {
         throw NativeError("connect", EPROTO, "the peer's shared memory is not of a fixed size");
     }
+    return static_cast<std::size_t>(status.st_size);
 }
 
 }  // namespace aioflagcx::verbs::soft::local

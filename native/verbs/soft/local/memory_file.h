@@ -39,8 +39,8 @@ UniqueFd reopen_read_only(int fd);
 // Throws NativeError.
 UniqueFd share_read_only(int fd);
 
-// Throws NativeError (EPROTO) unless the file, which a peer sent, has at least `size` bytes and can
-// never have fewer.
-void require_fixed_size(int fd, std::size_t size);
+// Of a file that a peer sent. Throws NativeError (EPROTO) unless it has at least `size` bytes and
+// can never have fewer. How many it has.
+std::size_t require_fixed_size(int fd, std::size_t size);
 
 }  // namespace aioflagcx::verbs::soft::local

@@ -67,6 +67,7 @@ bool send_opened(const LocalGuest& guest, int stream) {
     Message message;
     message.kind = Kind::Opened;
     message.target = guest.table().name();
+    message.pid = guest.pid();
     message.gate = guest.gate();
     message.ticket = guest.ticket();
     const int files[] = {guest.table().fd(), guest.page_fd(), stream};

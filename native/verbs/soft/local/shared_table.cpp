@@ -1,11 +1,16 @@
 #include "verbs/soft/local/shared_table.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
-#include <new>
+#include <cstdio>
+#include <iterator>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -16,21 +21,36 @@ namespace aioflagcx::verbs::soft::local {
 
 namespace {
 
-// Until `quiet()`, which a running process brings about within a copy's time, or `gone()`, which
-// costs a system call.
-template <typename Quiet, typename Gone>
-bool wait_for(Quiet quiet, Gone gone, Deadline deadline) {
+// Until `quiet()`, which a running process brings about within a copy's time, or until its guest
+// has ended or is stopped, which costs system calls to know.
+template <typename Quiet>
+bool wait_for(const LocalGuest& guest, Quiet quiet, Deadline deadline) {
     for (int i = 0; i < kLooks; ++i) {
         if (quiet()) return true;
     }
     Clock::duration nap = kFirstNap;
-    while (!quiet() && !gone()) {
+    Clock::time_point running = Clock::now();  // when it was seen to be last
+    while (!quiet() && !guest.gone()) {
         const auto now = Clock::now();
+        if (!guest.stopped()) running = now;
+        if (now - running >= kStoppedFor) return true;
         if (now >= deadline) return false;
         std::this_thread::sleep_for(std::min(nap, deadline - now));
         nap = std::min<Clock::duration>(2 * nap, kLongestNap);
     }
     return true;
+}
+
+// The state of a thread as proc(5) gives it, or a space.
+char thread_state(pid_t pid, std::uint32_t thread) noexcept {
+    std::array<char, 64> path;
+    std::snprintf(path.data(), path.size(), "/proc/%d/task/%u/stat", pid, thread);
+    const UniqueFd file(::open(path.data(), O_RDONLY | O_CLOEXEC));
+    std::array<char, 128> text;  // the name before the state has at most 64 characters
+    const ssize_t got = file ? ::read(file.get(), text.data(), text.size()) : 0;
+    const std::string_view stat(text.data(), got > 0 ? static_cast<std::size_t>(got) : 0);
+    const std::size_t name_end = stat.rfind(')');
+    return name_end != stat.npos && name_end + 2 < stat.size() ? stat[name_end + 2] : ' ';
 }
 
 }  // namespace
@@ -63,6 +83,7 @@ LocalGuest::~LocalGuest() {
 void LocalGuest::close() noexcept {
     if (closed_.exchange(true, std::memory_order_acq_rel)) return;
     table_->table().gates[gate_].store(0, std::memory_order_seq_cst);
+    table_->table().revocations.fetch_add(1, std::memory_order_seq_cst);
 }
 
 bool LocalGuest::busy() const noexcept {
@@ -82,13 +103,24 @@ bool LocalGuest::uses(std::uint32_t key) const noexcept {
 }
 
 bool LocalGuest::gone() const noexcept {
-    // Of the connection only POLLHUP, which is told unasked.
+    // The connection ends with the process's last thread, or when it becomes another program by
+    // execve(2), which ends its other threads and their copies first.
     pollfd entries[] = {{process_.get(), POLLIN, 0}, {control_.get(), 0, 0}};
-    return ::poll(entries, 2, 0) > 0;
+    return ::poll(entries, std::size(entries), 0) > 0;
+}
+
+bool LocalGuest::stopped() const noexcept {
+    // A later announcement than the one that is waited for may have another thread; then the one
+    // before it is over.
+    const std::uint32_t thread =
+        static_cast<const Announcement*>(page_.get())->thread.load(std::memory_order_seq_cst);
+    if (thread == 0) return false;
+    const char state = thread_state(pid_, thread);
+    return state == 'T' || state == 't';
 }
 
 bool LocalGuest::wait_idle(Deadline deadline) const {
-    return wait_for([this] { return !busy(); }, [this] { return gone(); }, deadline);
+    return wait_for(*this, [this] { return !busy(); }, deadline);
 }
 
 void LocalGuest::lend(std::uint32_t key) {
@@ -128,14 +160,13 @@ void SharedTable::publish(std::uint32_t key, std::uint64_t addr, std::uint64_t l
 
 void SharedTable::withdraw(std::uint32_t key) noexcept {
     table().entries[slot_of(key)].tag.store(0, std::memory_order_seq_cst);
+    table().revocations.fetch_add(1, std::memory_order_seq_cst);
     for (const auto& guest : guests()) guest->recall(key);
 }
 
 bool SharedTable::wait_unused(std::uint32_t key, Deadline deadline) {
     for (const auto& guest : guests()) {
-        if (!wait_for([&] { return !guest->uses(key); }, [&] { return guest->gone(); }, deadline)) {
-            return false;
-        }
+        if (!wait_for(*guest, [&] { return !guest->uses(key); }, deadline)) return false;
     }
     return true;
 }

@@ -26,10 +26,11 @@ class SharedTable;
 //
 // Announce, check, copy: the initiator stores the keys in its announcement (seq_cst), then looks
 // at its gate and at the keys' entries, copies, and clears the announcement. Who takes a gate or
-// entry away stores that (seq_cst) and then waits until the announcement does not hold it. As with
-// Gate, at least one of the two sees the other. A process that has ended announces nothing. Nor
-// does one whose end of the connection is closed: that happens between copies, or with all of the
-// process's threads, by execve(2), say.
+// entry away stores that (seq_cst), counts it, and then waits until the announcement does not hold
+// it. As with Gate, at least one of the two sees the other. A process that has ended announces
+// nothing. Nor does one whose end of the connection is closed: that happens between copies, or with
+// all of the process's threads, by execve(2), say. And a thread that is stopped, and whose copies
+// are guarded (guarded_copy.h), will not go on with what it had looked at before that was counted.
 class LocalGuest {
   public:
     // `control` carries messages to the initiator, and is taken unless this throws; `process` is
@@ -55,8 +56,9 @@ class LocalGuest {
     bool busy() const noexcept;
     bool uses(std::uint32_t key) const noexcept;
     bool gone() const noexcept;  // it will copy no more: its process has ended, or its connection
+    bool stopped() const noexcept;  // the thread that announced it, and its copy with it
 
-    // False at the deadline: it is stopped inside a copy.
+    // False at the deadline: it is stopped inside a copy that is not guarded.
     bool wait_idle(Deadline deadline) const;
 
     // It asked for the region's file and got it: it is told when the region goes.
@@ -90,7 +92,8 @@ class SharedTable : public std::enable_shared_from_this<SharedTable> {
                  bool mappable) noexcept;
     // No new use; guests that map it are told to let go.
     void withdraw(std::uint32_t key) noexcept;
-    // After withdraw(): false at the deadline, when a guest is stopped inside a copy with it.
+    // After withdraw(): false at the deadline, when a guest is stopped inside a copy with it that
+    // is not guarded.
     bool wait_unused(std::uint32_t key, Deadline deadline);
 
     // No guest may use anything any more, and none is kept.

@@ -47,12 +47,13 @@ struct Message {
     std::uint64_t nonce_addr = 0;
     std::uint64_t offset = 0;  // Lent: of the region in the file
     std::uint32_t key = 0;     // Lend, Lent, Recall
+    std::int32_t pid = 0;      // Opened: of the initiator, as the target sees it
     std::uint32_t gate = 0;    // Opened: where the QP's gate is, and what it holds while open
     std::uint32_t ticket = 0;
     std::uint32_t regions = 0;  // Offered: entries and gates of the table, and keys of the page,
     std::uint32_t gates = 0;    // as the target knows the layout
     std::uint32_t keys = 0;
-    std::array<char, 96> reason{};  // Refused
+    std::array<char, 92> reason{};  // Refused
 };
 static_assert(sizeof(Message) == 192);
 
