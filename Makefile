@@ -22,7 +22,7 @@ BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1
 comma := ,
 
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find native -type f -o -type d)
-CXX_FILES = $(shell find native tests/native benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
+CXX_FILES = $(shell find native tests/native tests/softroce benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
 SHELL_FILES := .ci/run scripts/system-deps tests/guest/init tests/guest/setup
 PY_FILES := aioflagcx $(wildcard benchmarks examples scripts tests)
 
@@ -71,7 +71,7 @@ test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
 	$(CTEST) --test-dir build/native
 
 # First the guest itself, from outside.
-test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system
+test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system build/softroce/rxe
 	$(BIN)/python -m pytest tests/guest
 	$(IN_GUEST) --timeout 720 -- $(BIN)/python -m pytest -p no:cacheprovider \
 	    --junitxml=$(GUEST_RESULTS)/tests.xml tests/softroce
@@ -82,6 +82,10 @@ bench: $(DONE)/package $(RAW)
 bench-softroce: $(DONE)/package $(DONE)/softroce-system
 	$(IN_GUEST) --timeout 600 -- $(BIN)/python benchmarks/rdma.py \
 	    --json $(GUEST_RESULTS)/bandwidth.json
+
+build/softroce/rxe: tests/softroce/rxe.cpp | $(DONE)/test-system $(DONE)/softroce-system
+	mkdir -p build/softroce
+	$(CXX) -std=c++20 -O2 -Wall -Wextra -Werror -o $@ $< -lgtest -lgtest_main -libverbs
 
 build/raw/%: benchmarks/raw/%.c benchmarks/raw/raw.h
 	mkdir -p build/raw

@@ -41,7 +41,7 @@ __all__ = ["NO_STATUS", "TIMED_OUT", "main"]
 TIMED_OUT, NO_STATUS = 124, 125
 
 # Without "erms" and "fsrm", and with "rep_good" (112) cleared, the kernel copies memory by plain
-# moves, which QEMU emulates at twice the speed of the string instructions it would take else.
+# moves, which QEMU emulates faster than the string instructions that it would take else.
 MACHINE = (
     *("-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"),
     *("-machine", "q35,hpet=off,vmport=off,i8042=off"),

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Device", "Gid", "holders", "no_leaks", "object_counts", "run", "until"]
+__all__ = [
+    "Device",
+    "Gid",
+    "holders",
+    "holding_objects",
+    "no_leaks",
+    "object_counts",
+    "run",
+    "until",
+]
 
 KINDS = ("ctx", "pd", "cq", "qp", "mr", "srq", "cm_id")
 """What `rdma resource show` counts of each device."""
@@ -88,6 +97,20 @@ def holders(kind: str) -> list[str]:
         " ".join(f"{name} {value}" for name, value in entry.items() if name != "ifindex")
         for entry in _resources(kind)
     ]
+
+
+@contextlib.contextmanager
+def holding_objects(device: Device) -> Iterator[int]:
+    """The id of a process with a context, PD, CQ, QP and MR of `device`."""
+    qps = object_counts()[device.name, "qp"]
+    # As a server it makes them before it waits for its client.
+    command = ["ibv_rc_pingpong", "--ib-dev", device.name, "--gid-idx", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            assert until(lambda: object_counts()[device.name, "qp"] > qps)
+            yield process.pid
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-from collections.abc import Iterator
 
 import pytest
 from perftest import bandwidth
-from softroce.devices import Device, holders, no_leaks, object_counts, until
+from softroce.devices import Device, holders, holding_objects, no_leaks, object_counts, until
 
 KiB = 1 << 10
-
-
-@contextlib.contextmanager
-def holding_objects(device: Device) -> Iterator[int]:
-    """The id of a process with a context, PD, CQ, QP and MR of `device`."""
-    qps = object_counts()[device.name, "qp"]
-    # As a server it makes them before it waits for its client.
-    command = ["ibv_rc_pingpong", "--ib-dev", device.name, "--gid-idx", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            assert until(lambda: object_counts()[device.name, "qp"] > qps)
-            yield process.pid
-        finally:
-            process.kill()
 
 
 def test_both_ends_are_active_and_have_a_rocev2_gid_of_their_address(
