@@ -221,6 +221,9 @@ class TransferEngine:
         bytes_inflight, regions, sessions, responders, wakeups, worker_sleeps,
         keepalive_wakeups, endpoints_failed."""
 
+    def rail_bytes(self) -> dict[str, int]:
+        """Bytes moved by each rail, by "local->remote" device names, over all sessions."""
+
 class Request:
     """One transfer's pieces: checked, copied, resolved locally; holds its local regions."""
 
@@ -372,3 +375,11 @@ class Responder:
         """*Blocking.* Fence everything, end the keepalive; False as for `fence`. Idempotent. The
         native keepalive thread fences by itself as soon as the initiator is lost, before
         KeepaliveLost is seen."""
+
+# For tests only ---------------------------------------------------------------------------------
+def testing_unplug(engine: TransferEngine, device: int) -> None:
+    """As if a NIC were taken out of the host while it works: the listeners of this soft device, by
+    its index in `devices`, close, its queue pairs go to ERR, and it makes no new ones (ENODEV)."""
+
+def testing_plug(engine: TransferEngine, device: int) -> None:
+    """It is back; sessions find that out by themselves."""

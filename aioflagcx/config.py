@@ -34,6 +34,8 @@ _FLAGS = dict.fromkeys(("yes", "true", "on", "1"), True) | dict.fromkeys(
     ("no", "false", "off", "0"), False
 )
 _SIZE_FACTORS = {"B": 1, "KiB": _KiB, "MiB": _MiB, "GiB": _GiB}
+_MAX_SOFT_DEVICES = 16
+_SOFT_DEVICES = re.compile(r"soft:([1-9][0-9]?)", re.ASCII)
 _DEVICE_NAME = re.compile(r"[A-Za-z0-9*?\[][A-Za-z0-9_.:*?\[\]-]*", re.ASCII)
 
 
@@ -422,7 +424,8 @@ def accepted_values(field: dataclasses.Field[Any]) -> str:
     """In words, what a field of :class:`Config` accepts; used by errors and by the docs."""
     meta = field.metadata
     special = {
-        "devices": '"auto", or names such as mlx5_0, patterns such as mlx5_*, soft, or soft:N',
+        "devices": '"auto", or names such as mlx5_0, patterns such as mlx5_*, soft, or soft:N '
+        f"with N from 1 to {_MAX_SOFT_DEVICES}",
         "soft_paths": f"one or more of {', '.join(SOFT_PATHS)}",
         "bind_address": "an IPv4 or IPv6 address",
         "log_level": f"one of {', '.join(_LOG_LEVELS)}",
@@ -531,5 +534,9 @@ def _checked_text(name: str, value: object) -> str:
             raise ValueError(value)
         if len(set(names)) != len(names) or ("auto" in names and len(names) > 1):
             raise ValueError(value)
+        for count in (part for part in names if part.startswith("soft:")):
+            match = _SOFT_DEVICES.fullmatch(count)
+            if match is None or int(match[1]) > _MAX_SOFT_DEVICES:
+                raise ValueError(value)
         value = ",".join(names)
     return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from .notifications import NotificationQueue
 from .runtime import Runtime
@@ -37,6 +39,13 @@ class Stats:
 
     slices_reposted: int
     """Counter: work requests posted again after their endpoint failed."""
+
+    rails: Mapping[str, int]
+    """Counter: bytes of completed slices by rail, "local->remote" device names, of all peers: what
+    each device carries."""
+
+    rails_down: int
+    """Gauge: rails of our sessions that are down, and tried again in the background."""
 
     endpoints_failed: int
     """Counter: endpoints that went into the error state."""
@@ -84,7 +93,9 @@ class Stats:
     @classmethod
     def collect(cls, runtime: Runtime, queue: NotificationQueue) -> Stats:
         """From the native core's counters and what there is in Python."""
-        others = {
+        others: dict[str, Any] = {
+            "rails": runtime.native.rail_bytes(),
+            "rails_down": sum(link.rails.down for link in runtime.events.links.values() if link.alive),
             "transfers_pending": runtime.flights.pending(),
             "sessions": len(runtime.events.links),
             "responders": len(runtime.events.guests),

@@ -9,7 +9,7 @@
 namespace aioflagcx::engine {
 
 Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-           std::uint32_t remote_device, Epoch epoch, std::string rail)
+           std::uint32_t remote_device, Epoch epoch, std::string rail, RailCounters::Counter bytes)
     : worker_(worker),
       queue_(queue),
       limits_(limits),
@@ -17,6 +17,7 @@ Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_
       remote_device_(remote_device),
       epoch_(epoch),
       rail_(std::move(rail)),
+      bytes_(std::move(bytes)),
       slots_(limits.max_wr) {
     free_.reserve(limits.max_wr);
     for (std::uint32_t slot = limits.max_wr; slot-- > 0;) free_.push_back(slot);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/epoch.h"
+#include "engine/rail_counters.h"
 #include "engine/transfer_task.h"
 #include "engine/worker.h"
 
@@ -36,7 +37,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     };
 
     Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-         std::uint32_t remote_device, Epoch epoch, std::string rail);
+         std::uint32_t remote_device, Epoch epoch, std::string rail, RailCounters::Counter bytes);
     ~Lane() override;
 
     void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) {
@@ -50,6 +51,10 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     Worker& worker() noexcept { return worker_; }
     const std::string& rail() const noexcept { return rail_; }
     const Epoch& epoch() const noexcept { return epoch_; }
+    // Bytes that have been moved.
+    void count(std::uint64_t bytes) noexcept {
+        bytes_->fetch_add(bytes, std::memory_order_relaxed);
+    }
     void wake() { worker_.wake(shared_from_this()); }
 
     // Any thread. Carries the pieces out on the caller's, if that takes no waiting. False: they are
@@ -83,6 +88,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     const std::uint32_t remote_device_;
     const Epoch epoch_;
     const std::string rail_;
+    const RailCounters::Counter bytes_;
     // Held by try_now(), and while the queue pair is created, killed or destroyed; the worker alone
     // reads qp_ without it. Nothing is taken inside but the device's own locks.
     std::mutex qp_mutex_;

@@ -18,6 +18,10 @@ inline constexpr std::uint32_t kReceiveDepth = 128;
 // Rails of one session: more devices than a host has, and few enough to look at all of them.
 inline constexpr std::uint32_t kMaxRails = 16;
 
+// Rails that are counted by name, of all peers together: hundreds of peers call theirs alike, and a
+// hostile one's names must not add up without end.
+inline constexpr std::size_t kMaxRailNames = 1'024;
+
 // Queue pairs a peer may have on one rail; Config allows no more.
 inline constexpr std::size_t kMaxQpsPerRail = 64;
 

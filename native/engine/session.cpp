@@ -34,7 +34,11 @@ std::string remote_name(std::uint32_t device) { return "device " + std::to_strin
 std::string name_of(const verbs::Attributes& attributes, std::uint32_t device) {
     constexpr std::size_t kMaxName = 64;  // as long as ibv_get_device_name(3)'s can be
     const std::string* name = text_of(attributes, "name");
-    if (name == nullptr || name->empty() || name->size() > kMaxName) return remote_name(device);
+    const auto is_printable = [](unsigned char c) { return c > ' ' && c < 0x7f; };
+    if (name == nullptr || name->empty() || name->size() > kMaxName ||
+        !std::all_of(name->begin(), name->end(), is_printable)) {
+        return remote_name(device);
+    }
     return *name;
 }
 
@@ -193,7 +197,8 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
         }
         prepared[i].qp->connect(remote[i], deadline);
         lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits, local_device,
-                                               remote_device, Epoch{attempt, rail}, name));
+                                               remote_device, Epoch{attempt, rail}, name,
+                                               engine_->rail_counters().of(name)));
         // Of a rail's queue pairs the first speaks for all.
         if (const std::string note = prepared[i].qp->path_note(); i == 0 && !note.empty()) {
             engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});
@@ -265,6 +270,7 @@ std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id
     if (now && imm == 0 && request.bytes_total() <= kNowBytes) {
         const std::shared_ptr<Lane> lane = queue_.idle_lane();
         if (lane && lane->try_now(request.op(), pieces, *remote)) {
+            lane->count(request.bytes_total());
             queue_.done_now(request.op(), request.bytes_total());
             request.release();
             if (waiter) waiter->open();

@@ -15,6 +15,7 @@
 #include "engine/liveness.h"
 #include "engine/local_table.h"
 #include "engine/options.h"
+#include "engine/rail_counters.h"
 #include "engine/rdma_context.h"
 #include "engine/stats.h"
 
@@ -47,6 +48,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
     const EngineOptions& options() const noexcept { return options_; }
     Stats& stats() noexcept { return stats_; }
+    RailCounters& rail_counters() noexcept { return rail_counters_; }
     EventRing& ring() noexcept { return ring_; }
     Liveness& liveness() noexcept { return *liveness_; }
     const std::shared_ptr<LocalTable>& regions() noexcept { return regions_; }
@@ -65,6 +67,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
     const pid_t pid_ = ::getpid();
     const EngineOptions options_;
     Stats stats_;
+    RailCounters rail_counters_;
     EventRing ring_{stats_};
     std::vector<std::unique_ptr<RdmaContext>> contexts_;
     std::shared_ptr<LocalTable> regions_;

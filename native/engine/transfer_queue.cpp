@@ -190,6 +190,7 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
             --task->imm_missing;
         } else {
             task->bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
+            lane.count(slice.length);
             add(task->op == Op::Write ? stats_.bytes_written : stats_.bytes_read, slice.length);
         }
     } else if (is_access_error(wc.status) || is_local_error(wc.status)) {

@@ -223,7 +223,8 @@ void bind_engine(py::module_& module) {
                                              engine::Liveness::Seconds(timeout));
             },
             py::arg("peer"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
-        .def("stats", &stats);
+        .def("stats", &stats)
+        .def("rail_bytes", [](TransferEngine& self) { return self.rail_counters().snapshot(); });
 }
 
 }  // namespace aioflagcx::python

@@ -24,4 +24,5 @@ PYBIND11_MODULE(_native, module) {
     python::bind_engine(module);
     python::bind_session(module);
     python::bind_responder(module);
+    python::bind_testing(module);
 }

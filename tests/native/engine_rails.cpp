@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <thread>
 
 #include "common/error.h"
 #include "session_fixture.h"
@@ -117,6 +118,30 @@ TEST_F(SessionTest, ATransferThatFailsOnEveryRailIsGivenUp) {
     EXPECT_EQ(failed[0].status, TaskStatus::RetryExceeded);
     EXPECT_TRUE(done.empty());
     for (const auto& script : scripts) script->fail_next(WcStatus::Success);
+}
+
+TEST_F(SessionTest, ASlowRailGetsFewerSlices) {
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 64 * kSlice);
+    for (const auto& script : scripts) script->wait_posted(8);
+    // The one completes three while the other completes one.
+    while (scripts[0]->posted_count() + scripts[1]->posted_count() < 64) {
+        const std::size_t posted = scripts[0]->posted_count() + scripts[1]->posted_count();
+        scripts[0]->complete(1);
+        scripts[1]->complete(3);
+        while (scripts[0]->posted_count() + scripts[1]->posted_count() < posted + 4) {
+            std::this_thread::yield();
+        }
+    }
+    for (const auto& script : scripts) script->release();
+    wait_done(1);
+    EXPECT_EQ(scripts[0]->posted_count(), 8u + 12u);
+    EXPECT_EQ(scripts[1]->posted_count(), 8u + 36u);
+    const auto bytes = engine->rail_counters().snapshot();
+    EXPECT_EQ(bytes.at("fake0->device 0"), 20 * kSlice);
+    EXPECT_EQ(bytes.at("fake1->device 1"), 44 * kSlice);
+    EXPECT_TRUE(std::equal(source.begin(), source.begin() + 64 * kSlice, target.begin()));
 }
 
 TEST_F(SessionTest, WithASidesMoreDevicesThereAreMoreRails) {

@@ -15,6 +15,7 @@
 #include "engine/responder.h"
 #include "engine/session.h"
 #include "engine/transfer_engine.h"
+#include "verbs/soft/soft.h"
 
 namespace aioflagcx::engine {
 namespace {
@@ -61,7 +62,9 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
     std::vector<Epoch> epochs{GetParam().devices};  // by rail: the latest
     std::set<std::uint64_t> done;
     std::vector<TransferEvent> failed;
-    bool lost = false;  // nothing is recovered any more
+    bool lost = false;                  // nothing is recovered any more
+    std::set<std::uint32_t> unplugged;  // devices that a test has taken away
+    std::set<std::uint32_t> gone;       // rails that could not be connected again
 
     void SetUp() override {
         const std::string table = target.engine->regions()->since(0).table;
@@ -83,6 +86,14 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
         const auto reply = responder->accept(attempt, session->prepare(attempt, rail));
         EXPECT_EQ(session->establish(attempt, rail, reply, verbs::Clock::now() + 20s),
                   GetParam().path);
+    }
+    void connect_if_there(std::uint32_t rail) {
+        try {
+            connect(rail);
+        } catch (const NativeError&) {
+            if (unplugged.empty()) throw;
+            gone.insert(rail);
+        }
     }
     void fence(const Epoch& epoch) {
         responder->fence(epoch.attempt, epoch.rail, verbs::Deadline::max());
@@ -116,7 +127,7 @@ struct SoftEngines : ::testing::TestWithParam<Shape> {
             if (auto* transfer = std::get_if<TransferEvent>(&event)) failed.push_back(*transfer);
             if (auto* down = std::get_if<EndpointDown>(&event); down != nullptr && !lost) {
                 fence(down->epoch);
-                connect(down->epoch.rail);
+                connect_if_there(down->epoch.rail);
             }
         }
     }
@@ -254,6 +265,43 @@ TEST_P(SoftEngines, TheTargetsEndIsSeenAndEverythingEnds) {
     while (done.size() + failed.size() < 4) turn();
 }
 
+struct SoftEnginesWithTwoRails : SoftEngines {};
+
+TEST_P(SoftEnginesWithTwoRails, ADeviceTakenAwayUnderLoadLeavesItsSlicesToTheOther) {
+    const auto failures = [&] { return initiator.engine->stats().endpoints_failed.load(); };
+    const auto moved = [&] { return initiator.engine->rail_counters().snapshot()["soft1->soft1"]; };
+    std::iota(initiator.memory.begin(), initiator.memory.end(), std::uint8_t{7});
+    std::uint64_t id = 0;
+    for (int round = 0; round < 6; ++round) {
+        const Epoch healthy = epochs[0];
+        const std::uint64_t before = failures();
+        verbs::Device& device =
+            (round % 2 == 0 ? target : initiator).engine->contexts()[1]->device();
+        unplugged = {1};
+        for (bool first = true; failures() == before; first = false) {
+            std::fill(target.memory.begin(), target.memory.end(), std::uint8_t{0});
+            const auto task = submit(Op::Write, ++id, 0, 0, kBytes);
+            wait_bytes(*task, kBytes / 8);
+            if (first) verbs::soft::unplug(device);
+            while (!done.contains(id)) turn();
+            ASSERT_EQ(initiator.memory, target.memory);
+        }
+        while (!gone.contains(1)) turn();
+        EXPECT_EQ(failures(), before + 1);
+        EXPECT_EQ(epochs[0], healthy);
+        verbs::soft::plug(device);
+        unplugged.clear();
+        gone.clear();
+        connect(1);
+        for (const std::uint64_t bytes = moved(); moved() == bytes;) {
+            submit(Op::Write, ++id, 0, 0, kBytes);
+            while (!done.contains(id)) turn();
+        }
+        EXPECT_EQ(failures(), before + 1);
+    }
+    EXPECT_TRUE(failed.empty());
+}
+
 const Shape kOneRail[] = {{"process", 1, 1, 1}, {"local", 1, 1, 1}, {"tcp", 1, 1, 1}};
 const Shape kTwoRails[] = {{"process", 2, 2, 4}, {"local", 2, 2, 4}, {"tcp", 2, 2, 4}};
 
@@ -267,6 +315,7 @@ INSTANTIATE_TEST_SUITE_P(TwoRails, SoftEngines, ::testing::ValuesIn(kTwoRails), 
 INSTANTIATE_TEST_SUITE_P(OneRail, SoftEnginesUnderStress, ::testing::ValuesIn(kOneRail), name_of);
 #if !defined(__SANITIZE_THREAD__)  // which does mind, see there
 INSTANTIATE_TEST_SUITE_P(TwoRails, SoftEnginesUnderStress, ::testing::ValuesIn(kTwoRails), name_of);
+INSTANTIATE_TEST_SUITE_P(, SoftEnginesWithTwoRails, ::testing::ValuesIn(kTwoRails), name_of);
 #endif
 
 }  // namespace

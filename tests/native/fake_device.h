@@ -68,6 +68,8 @@ struct Script {
     }
     // No more holding: what is outstanding is carried out.
     void release();
+    // The oldest `count` outstanding requests of each queue pair are carried out.
+    void complete(std::size_t count);
     // The oldest outstanding request of each queue pair ends with `status`, the others flushed.
     void break_now(verbs::WcStatus status);
 };
@@ -172,6 +174,12 @@ class FakeQp final : public verbs::QueuePair {
             outstanding_.pop_front();
         }
     }
+    void complete_locked(std::size_t count) {
+        for (; count > 0 && !outstanding_.empty(); --count) {
+            carry_out(outstanding_.front());
+            outstanding_.pop_front();
+        }
+    }
     void break_locked(verbs::WcStatus status) {
         if (outstanding_.empty()) return;
         complete(outstanding_.front(), status);
@@ -210,6 +218,11 @@ inline void Script::release() {
     const std::lock_guard lock(mutex);
     hold = false;
     for (FakeQp* qp : queue_pairs) qp->carry_out_locked();
+}
+
+inline void Script::complete(std::size_t count) {
+    const std::lock_guard lock(mutex);
+    for (FakeQp* qp : queue_pairs) qp->complete_locked(count);
 }
 
 inline void Script::break_now(verbs::WcStatus status) {

@@ -39,8 +39,7 @@ class SoftProtectionDomain final : public ProtectionDomain {
 
 class SoftDevice final : public Device {
   public:
-    SoftDevice(std::string name, std::shared_ptr<DeviceCore> core)
-        : name_(std::move(name)), core_(std::move(core)) {
+    explicit SoftDevice(std::shared_ptr<DeviceCore> core) : core_(std::move(core)) {
         attributes_.max_qp_wr = kMaxQpWr;
         attributes_.max_cqe = kMaxCqe;
         attributes_.max_inline = 0;
@@ -49,9 +48,9 @@ class SoftDevice final : public Device {
         attributes_.workers = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxWorkers);
     }
     // Explicitly, since QPs that outlive their device against the rules hold the core too.
-    ~SoftDevice() override { core_->io.stop(); }
+    ~SoftDevice() override { core_->stop(); }
 
-    const std::string& name() const noexcept override { return name_; }
+    const std::string& name() const noexcept override { return core_->name; }
     const DeviceAttributes& attributes() const noexcept override { return attributes_; }
     std::unique_ptr<ProtectionDomain> alloc_pd() override {
         return std::make_unique<SoftProtectionDomain>(core_);
@@ -60,11 +59,18 @@ class SoftDevice final : public Device {
         return std::make_unique<SoftCompletionQueue>(max_cqe);
     }
 
+    DeviceCore& core() noexcept { return *core_; }
+
   private:
-    const std::string name_;
     const std::shared_ptr<DeviceCore> core_;
     DeviceAttributes attributes_;
 };
+
+DeviceCore& core_of(Device& device, const char* call) {
+    auto* const soft = dynamic_cast<SoftDevice*>(&device);
+    if (soft == nullptr) throw NativeError(call, EINVAL, device.name() + " is no soft device");
+    return soft->core();
+}
 
 }  // namespace
 
@@ -80,9 +86,11 @@ std::unique_ptr<Device> open_soft_device(const SoftOptions& options) {
         errno != EINVAL) {
         throw NativeError("prctl", errno, "PR_SET_PTRACER, for allow_ptrace");
     }
-    auto core = std::make_shared<DeviceCore>(host, available_paths(options.paths), options.streams,
-                                             options.bind_address);
-    return std::make_unique<SoftDevice>(options.name, std::move(core));
+    return std::make_unique<SoftDevice>(std::make_shared<DeviceCore>(
+        options.name, host, available_paths(options.paths), options.streams, options.bind_address));
 }
+
+void unplug(Device& device) { core_of(device, "unplug").unplug(); }
+void plug(Device& device) { core_of(device, "plug").plug(); }
 
 }  // namespace aioflagcx::verbs::soft

@@ -45,9 +45,11 @@ SoftQueuePair::SoftQueuePair(std::shared_ptr<DeviceCore> core, std::shared_ptr<c
     if (init.max_send_wr > kMaxQpWr || init.max_recv_wr > kMaxQpWr) {
         throw NativeError("create_qp", EINVAL, "more work requests than max_qp_wr");
     }
+    core_->add(*this);
 }
 
 SoftQueuePair::~SoftQueuePair() {
+    core_->remove(*this);
     // As ibv_destroy_qp(3): what was outstanding or not yet polled vanishes.
     connected_.store(nullptr, std::memory_order_release);
     initiator_.reset();
@@ -75,11 +77,12 @@ SoftAttributes SoftQueuePair::own_attributes() const {
     own.token = responder_->token();
     own.process = process_token();
     own.host = core_->host;
-    own.port = core_->io.port();
+    const auto io = core_->io("query_qp");
+    own.port = io->port();
     own.paths = core_->paths;
     own.streams = core_->streams;
     own.machine = core_->machine;
-    own.socket = core_->io.local_name();
+    own.socket = io->local_name();
     return own;
 }
 
@@ -95,6 +98,7 @@ void SoftQueuePair::take_role(Role role, const char* call) {
 
 void SoftQueuePair::accept(const Attributes& remote) {
     const SoftAttributes initiator = from_map(remote);
+    const auto io = core_->io("accept");
     const std::vector<Path> paths = common_paths(initiator, own_attributes());
     take_role(Role::Accepting, "accept");
     const std::lock_guard lock(setup_mutex_);
@@ -106,7 +110,7 @@ void SoftQueuePair::accept(const Attributes& remote) {
         if (path == Path::Process) {
             Registry::process().add(responder_);
         } else {
-            core_->io.expose(responder_);
+            io->expose(responder_);
         }
     }
     role_ = Role::Responder;
@@ -114,6 +118,7 @@ void SoftQueuePair::accept(const Attributes& remote) {
 
 void SoftQueuePair::connect(const Attributes& remote, Deadline deadline) {
     const SoftAttributes responder = from_map(remote);
+    core_->io("connect");
     take_role(Role::Connecting, "connect");
     Path path = Path::Process;
     std::unique_ptr<Initiator> initiator;
@@ -205,7 +210,7 @@ bool SoftQueuePair::fence(Deadline deadline) {
         responder_->fail();
         if (role_ == Role::Responder) {
             Registry::process().remove(responder_->token());
-            core_->io.retract(responder_);
+            if (const auto io = core_->io_or_null()) io->retract(responder_);
         }
     }
     Initiator* const initiator = connected_.load(std::memory_order_acquire);

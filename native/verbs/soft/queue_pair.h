@@ -1,7 +1,6 @@
 // The soft device's QueuePair: an initiator after connect(), a responder after accept().
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -12,34 +11,14 @@
 
 #include "verbs/soft/attributes.h"
 #include "verbs/soft/completion_queue.h"
+#include "verbs/soft/device_core.h"
 #include "verbs/soft/initiator.h"
-#include "verbs/soft/io_thread.h"
 #include "verbs/soft/memory.h"
 #include "verbs/soft/path_choice.h"
 #include "verbs/soft/responder.h"
 #include "verbs/verbs.h"
 
 namespace aioflagcx::verbs::soft {
-
-// What a device's QPs share.
-struct DeviceCore {
-    DeviceCore(std::string host_, std::vector<std::string> paths_, std::uint32_t streams_,
-               const std::string& bind_address)
-        : host(std::move(host_)),
-          paths(std::move(paths_)),
-          streams(streams_),
-          io(bind_address, local()) {}
-
-    bool local() const noexcept {
-        return std::find(paths.begin(), paths.end(), path_name(Path::Local)) != paths.end();
-    }
-
-    const std::string host;                // what peers connect to
-    const std::vector<std::string> paths;  // available ones, in order of preference
-    const std::uint32_t streams;           // of an initiator
-    const Token machine = machine_token();
-    IoThread io;
-};
 
 class SoftQueuePair final : public QueuePair {
   public:

@@ -24,4 +24,10 @@ struct SoftOptions {
 
 std::unique_ptr<Device> open_soft_device(const SoftOptions& options);
 
+// For tests of what happens when a host loses a NIC. unplug() is as if one were taken out: its
+// listeners close, its queue pairs go to ERR, and create_qp(), accept() and connect() fail with
+// ENODEV until it is back. Registered memory stays registered. Any thread; both are idempotent.
+void unplug(Device& device);
+void plug(Device& device);
+
 }  // namespace aioflagcx::verbs::soft
