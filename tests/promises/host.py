@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from promises.measures import Bytes, until
 
-from aioflagcx import Engine, Notification, Region
+from aioflagcx import Engine, Notification, Region, _native
 from aioflagcx.errors import AioFlagcxError
 
 
@@ -51,6 +52,13 @@ class Host:
 
     async def quiesce(self, peer: str) -> None:
         await self.engine.quiesce(peer)
+
+    async def unplug(self, device: int) -> None:
+        """Take one of the engine's soft devices away, as if a NIC died."""
+        await unplug(self.engine, device)
+
+    async def plug(self, device: int) -> None:
+        await plug(self.engine, device)
 
     async def notifications(self, last: str) -> list[Notification]:
         """Those that come until one is named `last`, which is not among them."""
@@ -145,6 +153,17 @@ def voluntary_switches(thread: str) -> int:
     with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as lines:
         return int(dict(line.split(":", 1) for line in lines)["voluntary_ctxt_switches"])
     return 0
+
+
+async def unplug(engine: Engine, device: int) -> None:
+    """Take a soft device of `engine` away; it waits for copies under way."""
+    assert engine._open is not None
+    await asyncio.to_thread(_native.testing_unplug, engine._open.runtime.native, device)
+
+
+async def plug(engine: Engine, device: int) -> None:
+    assert engine._open is not None
+    await asyncio.to_thread(_native.testing_plug, engine._open.runtime.native, device)
 
 
 def listening_ports() -> set[int]:
