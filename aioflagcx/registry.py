@@ -33,7 +33,7 @@ _TURN = 128
 _DRAIN_SLICE = 0.1
 """Seconds a thread waits for regions in use, before it looks which others have been revoked."""
 
-_CLOSE_TIMEOUT = 5.0
+_CLOSE_TIMEOUT = 1.0
 """Seconds that closing waits for peers to let go; the native core then takes it from them."""
 
 _MAX_NAME = 1024

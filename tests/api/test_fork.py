@@ -53,9 +53,61 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("path", ["process", "tcp"])
+OWN_ENGINE = """
+import asyncio, os, threading
+import numpy as np
+from aioflagcx import Config, Engine
+
+async def parent(started, ended):
+    async with Engine(config=Config(soft_paths={paths})) as engine:
+        memory = np.zeros(1000, np.uint8)
+        await engine.register(memory, name="memory")
+        await engine.connect(engine.session_id)
+        started.append(engine.session_id)
+        await asyncio.to_thread(ended.wait)
+        assert (memory == 7).all()
+
+async def child(session_id):
+    async with Engine(config=Config(soft_paths={paths})) as engine:
+        session = await engine.connect(session_id)
+        assert session.path == "{path}", session.path
+        region = await engine.register(np.full(1000, 7, np.uint8))
+        await engine.write(session, region, session.regions["memory"], region)
+        await engine.write(session, region, session.regions["memory"], region, notify=("n", b""))
+
+started, ended = [], threading.Event()
+thread = threading.Thread(target=asyncio.run, args=(parent(started, ended),))
+thread.start()
+while not started:
+    thread.join(0.001)
+pid = os.fork()
+if pid == 0:
+    try:
+        asyncio.run(child(started[0]))
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(7)
+_, status = os.waitpid(pid, 0)
+ended.set()
+thread.join()
+assert os.waitstatus_to_exitcode(status) == 7, status
+"""
+
+
+@pytest.mark.parametrize("path", ["process", "local", "tcp"])
 def test_a_forked_child_that_closes_its_copies_disturbs_nobody(path: str) -> None:
-    program = PROGRAM.format(path=path)
+    run_program(PROGRAM.format(path=path))
+
+
+@pytest.mark.parametrize("path", ["local", "tcp"])
+def test_a_forked_child_has_engines_of_its_own_which_reach_its_parents(path: str) -> None:
+    """As those of another process: what they inherit does not pass for their own."""
+    run_program(OWN_ENGINE.format(path=path, paths=("process", path)))
+
+
+def run_program(program: str) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,

@@ -48,6 +48,13 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
+def unguarded_nursery() -> Iterator[Nursery]:
+    nursery = Nursery(guarded=False)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
 def report(
     record_property: Callable[[str, object], None], request: pytest.FixtureRequest
 ) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -139,6 +140,18 @@ class Host:
         """Learn the regions that `peer` has now."""
         await (await self.engine.connect(peer)).refresh()
 
+    async def fork_idle(self) -> int:
+        """The pid of a forked child, which does nothing with what it has of this process."""
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                signal.pause()
+        return pid
+
+    async def become_another_program(self) -> None:
+        """Closing nothing, as a server does that restarts itself."""
+        os.execv("/bin/sleep", ["sleep", "1000"])
+
     async def close(self) -> None:
         await self.engine.close()
 
@@ -166,11 +179,20 @@ async def plug(engine: Engine, device: int) -> None:
     await asyncio.to_thread(_native.testing_plug, engine._open.runtime.native, device)
 
 
-def listening_ports() -> set[int]:
-    """TCP ports at which this process listens, whatever they are for."""
-    return {
+def listeners() -> set[int | str]:
+    """Where this process listens, whatever for: TCP ports, and names of Unix sockets."""
+    ports = {
         int(local.rpartition(":")[2], 16) for local, _, state in tcp_sockets() if state == LISTEN
     }
+    inodes = socket_inodes()
+    with open("/proc/self/net/unix") as lines:
+        sockets = [line.split() for line in list(lines)[1:]]
+    names = {
+        name[0].replace("@", "\0", 1)
+        for _, _, _, flags, _, _, inode, *name in sockets
+        if inode in inodes and name and int(flags, 16) & ACCEPTS
+    }
+    return ports | names
 
 
 def connections() -> set[tuple[str, str]]:
@@ -186,15 +208,24 @@ async def wait_disconnected(_: Host) -> None:
 LISTEN = "0A"
 """As /proc/net/tcp says it."""
 
+ACCEPTS = 0x10000
+"""The flag of a listening socket in /proc/net/unix."""
 
-def tcp_sockets() -> Iterator[tuple[str, str, str]]:
-    """Local address, remote address and state of each of this process, in hexadecimal."""
+
+def socket_inodes() -> set[str]:
+    """Of all sockets of this process."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:["):
                 inodes.add(target[len("socket:[") : -1])
+    return inodes
+
+
+def tcp_sockets() -> Iterator[tuple[str, str, str]]:
+    """Local address, remote address and state of each of this process, in hexadecimal."""
+    inodes = socket_inodes()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in list(lines)[1:]:

@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from promises.host import Host
-from promises.measures import Bytes
+from promises.measures import Bytes, until
 from promises.nursery import TESTS, ForkedProcess, Nursery
 from promises.pipe import read_message, write_message
 
@@ -241,6 +241,15 @@ class ChildPeer(Peer):
         call = self._calls[self._last_number] = asyncio.get_running_loop().create_future()
         write_message(self._writer, (self._last_number, function, args))
         return call
+
+    async def run_last(self, function: Any, *args: Any) -> None:
+        """A call that is never answered: it makes the process another one."""
+        before = self._program()
+        self.start_call(function, *args).add_done_callback(lambda call: call.exception())
+        await until(lambda: self._program() not in (before, b""))
+
+    def _program(self) -> bytes:
+        return Path(f"/proc/{self.process.pid}/cmdline").read_bytes()
 
     def stop(self) -> None:
         """SIGSTOP; returns when the process stands still."""

@@ -1,6 +1,7 @@
 """Promise 8: hostile or broken bytes on any port cost at most that connection.
 
-While a peer's writes go on, every port at which the engine listens gets what it should not.
+While a peer's writes go on, every port at which the engine listens gets what it should not, and so
+does the Unix socket of the same-host path.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from promises.host import Host, listening_ports
+from promises.host import Host, listeners
 from promises.lab import Lab
 from promises.measures import MiB, random_bytes, until
 
@@ -25,9 +27,17 @@ DATA_HELLO = struct.Struct("<4sHH16s")
 """What begins a data stream or a keepalive connection: magic, version, stream, token."""
 
 
-async def ports_of(host: Host) -> set[int]:
-    """All at which the engine listens: of its handshake, its data streams, its keepalive."""
-    return listening_ports()
+LOCAL_HEAD = struct.Struct("<4sHH")
+"""What begins a message of the same-host path: magic, version, kind."""
+LOCAL_SIZE = 192
+
+Address = int | str
+"""A TCP port, or the name of a Unix socket."""
+
+
+async def addresses_of(host: Host) -> set[Address]:
+    """All at which the engine listens: of its handshake, its data paths, its keepalive."""
+    return listeners()
 
 
 def broken_inputs(rng: np.random.Generator) -> Iterator[bytes]:
@@ -44,6 +54,9 @@ def broken_inputs(rng: np.random.Generator) -> Iterator[bytes]:
             for stream in (0, 1, 63, 65_535):
                 yield DATA_HELLO.pack(magic, version, stream, rng.bytes(16)) + rng.bytes(500)
         yield DATA_HELLO.pack(magic, 1, 0, b"\0" * 16)[:-1]
+    for version in (0, 1, 2):
+        for kind in range(10):
+            yield LOCAL_HEAD.pack(b"AFCL", version, kind) + rng.bytes(LOCAL_SIZE - LOCAL_HEAD.size)
     for length in (0, 1, 4_096, 4_097, 2**31, 2**32 - 1):
         yield LENGTH.pack(length) + rng.bytes(6_000)
     hello = encode(
@@ -66,37 +79,53 @@ def broken_inputs(rng: np.random.Generator) -> Iterator[bytes]:
     yield hello + encode(Notify(name="x", payload=b"", imm=0, imm_count=0), 2)
 
 
-async def throw(port: int, data: bytes, *, reset: bool) -> None:
+def unconnected(address: Address) -> tuple[socket.socket, Any]:
+    """A socket for this address, and the address as the socket wants it."""
+    if isinstance(address, int):
+        made = socket.socket()
+    else:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made, address if isinstance(address, str) else ("127.0.0.1", address)
+
+
+async def throw(address: Address, data: bytes, *, reset: bool) -> None:
     """Connect, send, and go: by a reset, or by waiting for what the other side does."""
     loop = asyncio.get_running_loop()
-    with socket.socket() as connection:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):  # it may end at any moment, which is fine
-            await loop.sock_connect(connection, ("127.0.0.1", port))
-            await asyncio.wait_for(loop.sock_sendall(connection, data), 10)
-            if reset:
-                linger = struct.pack("ii", 1, 0)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            else:
-                connection.shutdown(socket.SHUT_WR)
-                while await asyncio.wait_for(loop.sock_recv(connection, 65_536), 10):
-                    pass
+    connection, where = unconnected(address)
+    step = len(data) or 1
+    if isinstance(address, str):  # packets: as long as they should be, or as long as they can be
+        step = 60_000 if step % LOCAL_SIZE else LOCAL_SIZE
+    with connection, contextlib.suppress(OSError):  # it may end at any moment, which is fine
+        await loop.sock_connect(connection, where)
+        for start in range(0, len(data), step):
+            part = data[start : start + step]
+            await asyncio.wait_for(loop.sock_sendall(connection, part), 10)
+        if reset:
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        else:
+            connection.shutdown(socket.SHUT_WR)
+            while await asyncio.wait_for(loop.sock_recv(connection, 65_536), 10):
+                pass
 
 
 @contextlib.asynccontextmanager
-async def traffic(lab: Lab, **settings: float) -> AsyncIterator[tuple[set[int], list[int]]]:
+async def traffic(lab: Lab, **settings: float) -> AsyncIterator[tuple[set[Address], list[int]]]:
     """Writes to a peer that must all succeed; the peer's ports, and the writes counted so far.
 
     With both engines in one process these are the ports of both.
     """
-    others = listening_ports()
+    others = listeners()
     engine, peer = await lab.engine(**settings), await lab.peer(SIZE, **settings)
     ours = random_bytes(SIZE, 1).copy()
     region = await engine.register(ours)
     session = await lab.connect(engine, peer)
-    ports = await peer.run(ports_of) - others
+    ports = await peer.run(addresses_of) - others
     assert peer.rpc_port in ports
     assert len(ports) >= 2, "handshake and keepalive, at least"
+    unix_names = [port for port in ports if isinstance(port, str)]
+    assert bool(unix_names) == (session.path == "local")
     writes = [0]
     end = False
 
@@ -144,9 +173,8 @@ async def test_a_crowd_of_silent_connections_on_any_port_disturbs_no_transfer(la
         try:
             for port in ports:
                 for _ in range(300):
-                    connection = socket.socket()
-                    connection.setblocking(False)
-                    connection.connect_ex(("127.0.0.1", port))
+                    connection, address = unconnected(port)
+                    connection.connect_ex(address)
                     crowd.append(connection)
                 seen = writes[0]
                 await until(lambda n=seen: writes[0] > n + 5)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from promises.host import Host, connections, listening_ports, wait_disconnected
+from promises.host import Host, connections, listeners, wait_disconnected
 from promises.lab import ARRANGEMENTS, Lab
 from promises.measures import KiB, MiB, random_bytes, until
 from promises.peers import ChildPeer
@@ -381,15 +381,15 @@ async def test_a_peer_whose_loop_is_blocked_for_20_s_loses_nothing(lab: Lab) -> 
 
 async def test_a_closed_engine_listens_at_no_port_any_more(lab: Lab) -> None:
     """Whoever connects is refused at once, though the engine object is still there."""
-    before = listening_ports()
+    before = listeners()
     engine, peer = await lab.engine(), await lab.peer(KiB)
     region = await engine.register(np.ones(KiB, np.uint8))
     session = await lab.connect(engine, peer)
     await engine.write(session, region, peer.at(0), region)
-    assert len(listening_ports() - before) >= 2, "handshake and keepalive, at least"
+    assert len(listeners() - before) >= 2, "handshake and keepalive, at least"
     await peer.run(Host.close)
     await engine.close()
-    assert listening_ports() <= before
+    assert listeners() <= before
 
 
 @pytest.mark.parametrize("ended_by", ["session", "engine", "peer"])

@@ -29,11 +29,9 @@ bool wait_for(const LocalGuest& guest, Quiet quiet, Deadline deadline) {
         if (quiet()) return true;
     }
     Clock::duration nap = kFirstNap;
-    Clock::time_point running = Clock::now();  // when it was seen to be last
     while (!quiet() && !guest.gone()) {
         const auto now = Clock::now();
-        if (!guest.stopped()) running = now;
-        if (now - running >= kStoppedFor) return true;
+        if (guest.stopped(now)) return true;
         if (now >= deadline) return false;
         std::this_thread::sleep_for(std::min(nap, deadline - now));
         nap = std::min<Clock::duration>(2 * nap, kLongestNap);
@@ -109,14 +107,22 @@ bool LocalGuest::gone() const noexcept {
     return ::poll(entries, std::size(entries), 0) > 0;
 }
 
-bool LocalGuest::stopped() const noexcept {
+bool LocalGuest::stopped(Clock::time_point now) const noexcept {
     // A later announcement than the one that is waited for may have another thread; then the one
     // before it is over.
     const std::uint32_t thread =
         static_cast<const Announcement*>(page_.get())->thread.load(std::memory_order_seq_cst);
-    if (thread == 0) return false;
-    const char state = thread_state(pid_, thread);
-    return state == 'T' || state == 't';
+    const char state = thread == 0 ? ' ' : thread_state(pid_, thread);
+    if (state != 'T' && state != 't') {
+        stopped_since_.store(Deadline::max(), std::memory_order_relaxed);
+        return false;
+    }
+    Clock::time_point since = stopped_since_.load(std::memory_order_relaxed);
+    if (since == Deadline::max()) {
+        since = now;
+        stopped_since_.store(now, std::memory_order_relaxed);
+    }
+    return now - since >= kStoppedFor;
 }
 
 bool LocalGuest::wait_idle(Deadline deadline) const {

@@ -56,7 +56,9 @@ class LocalGuest {
     bool busy() const noexcept;
     bool uses(std::uint32_t key) const noexcept;
     bool gone() const noexcept;  // it will copy no more: its process has ended, or its connection
-    bool stopped() const noexcept;  // the thread that announced it, and its copy with it
+    // For a while at the time `now`.
+    bool stopped(Clock::time_point now)
+        const noexcept;  // the thread that announced it, and its copy with it
 
     // False at the deadline: it is stopped inside a copy that is not guarded.
     bool wait_idle(Deadline deadline) const;
@@ -75,6 +77,7 @@ class LocalGuest {
     UniqueFd page_file_;
     Mapping page_;
     std::atomic<bool> closed_{false};
+    mutable std::atomic<Clock::time_point> stopped_since_{Deadline::max()};  // by all looks so far
 
     std::mutex mutex_;  // guards lent_; a leaf
     std::unordered_set<std::uint32_t> lent_;
