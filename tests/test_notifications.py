@@ -90,6 +90,35 @@ async def test_an_iterator_cancelled_when_an_item_has_come_leaves_it_to_another(
     assert first.cancelled()
 
 
+async def test_what_is_given_back_is_the_next_one_again() -> None:
+    source = queue()
+    for name in "abc":
+        source.put(note(name))
+    before = source.bytes
+    item = await source.take()
+    assert item is not None
+    source.give_back(item)
+    assert source.bytes == before
+    got: list[str] = []
+    source.close()
+    assert (await source.take()) is item
+    source.give_back(item)
+    while (rest := source.take_rest()) is not None:
+        got.append(rest.name)
+    assert got == ["a", "b", "c"]
+
+
+async def test_what_is_given_back_wakes_who_waits() -> None:
+    source = queue()
+    source.put(note("a"))
+    item = await source.take()
+    assert item is not None
+    waiting = asyncio.create_task(source.take())
+    await asyncio.sleep(0)
+    source.give_back(item)
+    assert await waiting is item
+
+
 async def test_a_full_queue_does_not_starve_the_loop() -> None:
     turns = 0
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import threading
 
 import pytest
@@ -63,3 +64,36 @@ async def test_closing_does_not_wait() -> None:
     threads.close()
     go_on.set()
     assert await task
+
+
+@pytest.fixture
+def ended_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the interpreter."""
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+
+
+async def test_at_the_end_of_the_interpreter_calls_run_on_the_loop(ended_executors: None) -> None:
+    threads = NativeThreads("test")
+    assert await threads.run(threading.get_ident) == threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    called: list[int] = []
+    threads.submit(lambda: called.append(threading.get_ident()))
+    assert called == [threading.get_ident()]
+
+
+async def test_at_the_end_of_the_interpreter_others_get_their_turns(ended_executors: None) -> None:
+    threads = NativeThreads("test")
+    turn = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turn.set)
+    while not await threads.run(turn.is_set):
+        pass
+
+
+async def test_a_closed_one_takes_no_calls() -> None:
+    threads = NativeThreads("test")
+    threads.close()
+    with pytest.raises(RuntimeError):
+        await threads.run(lambda: None)
+    with pytest.raises(RuntimeError):
+        threads.submit(lambda: None)

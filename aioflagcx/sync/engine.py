@@ -409,13 +409,14 @@ class Engine:
         loop, assembly = self._started()
         transfer = Transfer(loop, assembly.runtime.flights)
         try:
-            self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
-            return transfer.result()
-        except BaseException:
             try:
+                self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
+                return transfer.result()
+            except BaseException:
                 transfer._settle()
-            finally:
-                transfer._settle()  # another signal may have come on the way
+                raise
+        except BaseException:
+            transfer._settle()  # another signal came on the way
             raise
 
     def _submit(
@@ -431,12 +432,13 @@ class Engine:
         loop, assembly = self._started()
         transfer = Transfer(loop, assembly.runtime.flights)
         try:
-            self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
-        except BaseException:
             try:
+                self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
+            except BaseException:
                 transfer._settle()
-            finally:
-                transfer._settle()  # another signal may have come on the way
+                raise
+        except BaseException:
+            transfer._settle()  # another signal came on the way
             raise
         return transfer
 

@@ -112,14 +112,15 @@ class LoopThread:
         self.check_caller()
         call = Call(self, function)
         try:
-            call.begin()
-            call.waiter.wait()
-            return call.result()
-        except BaseException:
             try:
+                call.begin()
+                call.waiter.wait()
+                return call.result()
+            except BaseException:
                 call.stop()
-            finally:
-                call.abandon(undo)  # another signal may have come on the way
+                raise
+        except BaseException:
+            call.abandon(undo)  # stops it, too: another signal may have come on the way
             raise
         finally:
             del call  # the traceback would tie a knot

@@ -52,19 +52,20 @@ class Notifications:
         loop.check_caller()
         call = Call(loop, queue.take)
         try:
-            call.begin()
-            if not call.waiter.wait(limit):
+            try:
+                call.begin()
+                if not call.waiter.wait(limit):
+                    call.stop()
+                    if not call.has_result():
+                        raise TimeoutError(f"no notification came within {limit} s")
+                return call.result()
+            except BaseException:
                 call.stop()
-                if not call.has_result():
-                    raise TimeoutError(f"no notification came within {limit} s")
-            return call.result()
+                raise
         except EngineClosed:
             return queue.take_rest()
         except BaseException:
-            try:
-                call.stop()
-            finally:
-                call.abandon(self._give_back)  # another signal may have come on the way
+            call.abandon(self._give_back)  # stops it, too: another signal may have come on the way
             raise
         finally:
             del call

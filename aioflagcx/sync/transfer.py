@@ -263,12 +263,13 @@ class Transfer:
         if not self._waiter.is_open:
             self._loop.check_caller()
             try:
-                over = self._waiter.wait(limit)
-            except BaseException:
                 try:
+                    over = self._waiter.wait(limit)
+                except BaseException:
                     self._settle()
-                finally:
-                    self._settle()  # another signal may have come on the way
+                    raise
+            except BaseException:
+                self._settle()  # another signal came on the way
                 raise
             if not over:
                 raise TimeoutError(f"{self!r} is not done after {timeout} s")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from aioflagcx.errors import (
     TransferTimeout,
 )
 from aioflagcx.flights import Flights
+from aioflagcx.link import Link
 from aioflagcx.sync import Engine, Transfer
 
 
@@ -419,20 +422,29 @@ def test_an_engine_that_closes_just_before_a_thread_submits(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All transfers have been stopped, this one was not among them yet, sessions are open."""
-    add_direct = Flights.add_direct
+    add_direct, close = Flights.add_direct, Link.close
+    stopped, go_on = threading.Event(), threading.Event()
     closing: list[InThread] = []
 
-    def close_just_before(self: Flights, number: int, direct: Any) -> None:
-        monkeypatch.undo()
-        with blocked_loop(pair.theirs):  # which has a part in the end of the session
-            closing.append(InThread(pair.ours.close))
-            until(lambda: self.closed)
-            add_direct(self, number, direct)
+    async def close_late(self: Link, farewell: str) -> None:
+        stopped.set()
+        await asyncio.to_thread(go_on.wait)
+        await close(self, farewell)
 
+    def close_just_before(self: Flights, number: int, direct: Any) -> None:
+        closing.append(InThread(pair.ours.close))
+        assert stopped.wait(20)
+        add_direct(self, number, direct)
+
+    monkeypatch.setattr(Link, "close", close_late)
     monkeypatch.setattr(Flights, "add_direct", close_just_before)
-    with pytest.raises(EngineClosed):
-        pair.write()
+    try:
+        with pytest.raises(EngineClosed):
+            pair.write()
+    finally:
+        go_on.set()
     closing[0].result()
+    assert not pair.dst.any()
 
 
 @pytest.mark.parametrize("end", ["session", "engine"])
