@@ -321,10 +321,11 @@ class Config:
         maximum=31,
     )
     qp_retry_count: int = _setting(
-        7,
+        6,
         "count",
         "times",
-        "How often a NIC repeats a request that is not acknowledged before the queue pair fails.",
+        "How often a NIC repeats a request that is not acknowledged before the queue pair fails; "
+        "Soft-RoCE takes 7 for no limit.",
         minimum=0,
         maximum=7,
     )

@@ -49,7 +49,7 @@ DEFAULTS = {
     "traffic_class": 0,
     "service_level": 0,
     "qp_timeout": 16,
-    "qp_retry_count": 7,
+    "qp_retry_count": 6,
     "bind_address": None,
     "log_level": None,
 }

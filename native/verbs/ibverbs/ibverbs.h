@@ -30,7 +30,7 @@ struct IbverbsOptions {
     std::uint8_t traffic_class = 0;
     std::uint8_t service_level = 0;
     std::uint8_t timeout = 16;   // 4.096 us * 2^timeout, ibv_modify_qp(3)
-    std::uint8_t retry_cnt = 7;  // transport retries before RETRY_EXC_ERR
+    std::uint8_t retry_cnt = 6;  // transport retries before RETRY_EXC_ERR
 };
 
 // Throws NativeError.

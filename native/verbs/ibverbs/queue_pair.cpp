@@ -4,6 +4,7 @@
 #include <sys/random.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -22,6 +23,13 @@ constexpr std::uint32_t kWantedInline = 64;
 constexpr std::uint8_t kHopLimit = 64;
 // Longest chain of work requests given to the device at once.
 constexpr std::size_t kChain = 128;
+
+// Where a queue pair begins to number its requests. What a destroyed one has left in a completion
+// queue is not mistaken for those of another that got its number.
+std::uint64_t next_first_request() noexcept {
+    static std::atomic<std::uint64_t> count{0};
+    return (count.fetch_add(1, std::memory_order_relaxed) & 0x7fff'ffff) << 32;
+}
 
 IbvCompletionQueue& ibv_queue(CompletionQueue* cq) {
     auto* queue = dynamic_cast<IbvCompletionQueue*>(cq);
@@ -93,22 +101,21 @@ IbvQueuePair::IbvQueuePair(std::shared_ptr<const Port> port, std::shared_ptr<ibv
       init_(init),
       psn_(random_psn()),
       qp_(create(pd_.get(), init, &max_inline_)),
+      num_(qp_->qp_num),
       sends_(std::max(init.max_send_wr, 1U)),
       receives_(std::max(init.max_recv_wr, 1U)),
       chain_(kChain),
       sges_(kChain) {
+    send_head_ = send_tail_ = recv_head_ = recv_tail_ = next_first_request();
     to_init();
     send_cq_.add(*this);
     if (&recv_cq_ != &send_cq_) recv_cq_.add(*this);
 }
 
 IbvQueuePair::~IbvQueuePair() {
-    // Before it goes, no poll finds it any more; after it is gone, nothing more of it can come.
-    send_cq_.remove(num());
-    recv_cq_.remove(num());
-    qp_.reset();
-    send_cq_.leave(static_cast<std::uint32_t>(send_tail_ - send_head_));
-    recv_cq_.leave(static_cast<std::uint32_t>(recv_tail_ - recv_head_));
+    send_cq_.remove(num_);
+    recv_cq_.remove(num_);
+    destroy();
 }
 
 QpState IbvQueuePair::state() const noexcept {
@@ -179,14 +186,20 @@ void IbvQueuePair::to_rts(const Address& remote) {
            "to RTS");
 }
 
-void IbvQueuePair::accept(const Attributes& remote) { connect(remote, Deadline::max()); }
+void IbvQueuePair::accept(const Attributes& remote) {
+    connect(remote, Deadline::max());
+    const std::lock_guard lock(mutex_);
+    is_responder_ = true;
+}
 
 // Both sides alike: what the initiator sends before the responder is in RTR is sent again by the
 // transport, and the handshake sees to it that it is.
 void IbvQueuePair::connect(const Attributes& remote, Deadline) {
     const Address address = from_map(remote);
     const std::lock_guard lock(mutex_);
-    if (state_ != QpState::Init) throw NativeError("connect", EINVAL, "the QP is not in INIT");
+    if (!qp_ || state_ != QpState::Init) {
+        throw NativeError("connect", EINVAL, "the QP is not in INIT");
+    }
     to_rts(address);
     state_ = QpState::Rts;
 }
@@ -195,7 +208,7 @@ void IbvQueuePair::connect(const Attributes& remote, Deadline) {
 
 std::size_t IbvQueuePair::post_send(std::span<const SendWr> requests) {
     const std::lock_guard lock(mutex_);
-    if (state_ != QpState::Rts && state_ != QpState::Err) {
+    if (!qp_ || (state_ != QpState::Rts && state_ != QpState::Err)) {
         throw NativeError("post_send", EINVAL, "the QP is not in RTS");
     }
     std::size_t taken = 0;
@@ -285,6 +298,7 @@ void IbvQueuePair::complete_send(const ibv_wc& wc, std::deque<WorkCompletion>& o
 
 void IbvQueuePair::post_recv(std::span<const RecvWr> requests) {
     const std::lock_guard lock(mutex_);
+    if (!qp_) throw NativeError("ibv_post_recv", EINVAL, "the QP has been fenced");
     for (const RecvWr& request : requests) {
         if (recv_tail_ - recv_head_ == receives_.size()) {
             throw NativeError("ibv_post_recv", ENOMEM, "the receive queue is full");
@@ -330,12 +344,45 @@ void IbvQueuePair::complete_receive(const ibv_wc& wc, std::deque<WorkCompletion>
 
 // ---- The end ---------------------------------------------------------------------------------
 
-void IbvQueuePair::to_error() { fence(Deadline::min()); }
-
-bool IbvQueuePair::fence(Deadline) {
+void IbvQueuePair::to_error() {
     const std::lock_guard lock(mutex_);
-    go_to_error();
+    if (qp_) go_to_error();
+}
+
+// A responder is destroyed: in ERR it should answer nothing more, but not every device leaves at
+// once what it had begun (Soft-RoCE stores a packet or two after ibv_modify_qp(3) has returned).
+// Once ibv_destroy_qp(3) has, nothing of the queue pair is under way.
+bool IbvQueuePair::fence(Deadline) {
+    if (!responder()) {
+        to_error();
+        return true;
+    }
+    // Before it goes, no poll finds it any more; what was posted on it ends unreported.
+    send_cq_.remove(num_);
+    recv_cq_.remove(num_);
+    destroy();
     return true;
+}
+
+bool IbvQueuePair::responder() const noexcept {
+    const std::lock_guard lock(mutex_);
+    return is_responder_;
+}
+
+// Its completion queues do not know it any more.
+void IbvQueuePair::destroy() noexcept {
+    std::uint32_t sends = 0;
+    std::uint32_t receives = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!qp_) return;
+        go_to_error();
+        qp_.reset();
+        sends = static_cast<std::uint32_t>(send_tail_ - send_head_);
+        receives = static_cast<std::uint32_t>(recv_tail_ - recv_head_);
+    }
+    send_cq_.leave(sends);  // without mutex_, which is taken after theirs
+    recv_cq_.leave(receives);
 }
 
 // In ERR the device answers nothing that comes for the queue pair, and flushes what was posted.

@@ -36,7 +36,7 @@ class IbvQueuePair final : public QueuePair {
     IbvQueuePair(std::shared_ptr<const Port> port, std::shared_ptr<ibv_pd> pd, const QpInit& init);
     ~IbvQueuePair() override;
 
-    std::uint32_t num() const noexcept override { return qp_->qp_num; }
+    std::uint32_t num() const noexcept override { return num_; }
     QpState state() const noexcept override;
     Attributes local_attributes() const override;
     void accept(const Attributes& remote) override;
@@ -61,7 +61,9 @@ class IbvQueuePair final : public QueuePair {
     void to_rts(const Address& remote);
     void modify(ibv_qp_attr& attributes, int mask, const char* step);
     std::size_t post_chain(std::size_t count);
-    void go_to_error() noexcept;
+    void go_to_error() noexcept;  // with mutex_ held
+    void destroy() noexcept;
+    bool responder() const noexcept;
     void complete_send(const ibv_wc& wc, std::deque<WorkCompletion>& out);
     void complete_receive(const ibv_wc& wc, std::deque<WorkCompletion>& out);
 
@@ -72,11 +74,11 @@ class IbvQueuePair final : public QueuePair {
     const QpInit init_;
     const std::uint32_t psn_;
     std::uint32_t max_inline_ = 0;
-    Handle<ibv_qp> qp_;
-
     mutable std::mutex mutex_;
+    Handle<ibv_qp> qp_;  // null once it has been fenced
+    const std::uint32_t num_;
+    bool is_responder_ = false;
     QpState state_ = QpState::Reset;
-    bool busy_ = false;  // accept() or connect() has begun
     // Posted and not yet complete, by number modulo the depth.
     std::vector<Posted> sends_;
     std::uint64_t send_head_ = 0;
