@@ -54,6 +54,7 @@ bool TransferQueue::submit(const Task& task) {
         // One is enough for little, but only where every lane is known to have room.
         if (tasks_.size() == 1 && task->bytes_total <= kOneLaneBytes && !lanes_.empty()) {
             lanes_[++turn_ % lanes_.size()]->wake();
+            one_woken_ = true;
         } else {
             wake_lanes();
         }
@@ -148,6 +149,8 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
         out.push_back(std::move(slice));
         if (task->has_data()) make_runnable(task);
     }
+    // It was woken alone, and has no room for all of it.
+    if (std::exchange(one_woken_, false) && !runnable_.empty()) wake_lanes();
     add(stats_.slices_posted, out.size());
     add(stats_.bytes_inflight, bytes);
 }

@@ -107,6 +107,7 @@ class TransferQueue {
     std::deque<Task> runnable_;                      // with slices to post
     std::vector<std::shared_ptr<Lane>> lanes_;       // attached
     std::map<Epoch, EpochState> epochs_;             // with lanes that are not flushed
+    bool one_woken_ = false;                         // of the lanes, for all that is runnable
     std::size_t turn_ = 0;  // of the lanes that small transfers are left to
     bool lost_ = false;
 };
