@@ -47,7 +47,7 @@ async def test_memory_that_was_reported_quiet_does_not_change_any_more(
     in_the_middle = quiet = 0
     for round_ in range(ROUNDS):
         part = slice(round_ * PART, (round_ + 1) * PART)
-        seconds = float(rng.uniform(0.0001, duration))
+        seconds = float(rng.uniform(0.0001, duration / 2))  # the timer may be late
         transfer = engine.submit_write(
             session,
             source,

@@ -135,7 +135,7 @@ async def test_no_byte_leaves_the_source_after_a_write_was_stopped(
     caught = 0
     for round_ in range(ROUNDS):
         start, end = round_ * PART, (round_ + 1) * PART
-        seconds = float(rng.uniform(0.0001, duration))
+        seconds = float(rng.uniform(0.0001, duration / 2))  # the timer may be late
         transfer = engine.submit_write(
             session,
             *passes(session, region.at(start), peer.at(start)),
@@ -167,7 +167,7 @@ async def test_no_byte_comes_in_after_a_read_was_stopped(lab: Lab, stopper: Stop
     expected = np.full(ROUNDS * PART, VALUE, np.uint8)
     for round_ in range(ROUNDS):
         start, end = round_ * PART, (round_ + 1) * PART
-        seconds = float(rng.uniform(0.0001, duration))
+        seconds = float(rng.uniform(0.0001, duration / 2))  # the timer may be late
         transfer = engine.submit_read(
             session,
             *passes(session, region.at(start), peer.at(0)),
