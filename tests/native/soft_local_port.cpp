@@ -3,7 +3,9 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,6 +17,7 @@
 
 #include "soft_fixture.h"
 #include "verbs/soft/limits.h"
+#include "verbs/soft/local/guarded_copy.h"
 #include "verbs/soft/local/layout.h"
 #include "verbs/soft/local/memory_file.h"
 #include "verbs/soft/local/packets.h"
@@ -313,8 +316,12 @@ class Child {
     Child(const Child&) = delete;
     Child& operator=(const Child&) = delete;
 
+    pid_t pid() const { return pid_; }
     void stop() const {
         ::kill(pid_, SIGSTOP);
+        expect_stop();
+    }
+    void expect_stop() const {
         int status = 0;
         EXPECT_EQ(::waitpid(pid_, &status, WUNTRACED), pid_);
         EXPECT_TRUE(WIFSTOPPED(status));
@@ -332,8 +339,11 @@ class Child {
 
 class SoftLocalProcess : public SoftLocalPort {
   protected:
-    // Starts a child that enters as a guest of `responder`, announces `key`, and says so.
-    std::unique_ptr<Child> start_guest(QueuePair& responder, std::uint32_t key) {
+    // Starts a child that enters as a guest of `responder`, announces `key`, and says so. Then it
+    // does `next`.
+    std::unique_ptr<Child> start_guest(
+        QueuePair& responder, std::uint32_t key, bool guarded = false,
+        const std::function<void(const Guard&)>& next = [](const Guard&) {}) {
         auto stranger = b.make_qp();
         responder.accept(stranger->local_attributes());
         Message message;
@@ -354,10 +364,16 @@ class SoftLocalProcess : public SoftLocalPort {
             if (receive_message(fd, opened, files) != Received::Message) ::_exit(3);
             void* const page = ::mmap(nullptr, sizeof(Announcement), PROT_READ | PROT_WRITE,
                                       MAP_SHARED, files[1].get(), 0);
+            void* const table =
+                ::mmap(nullptr, sizeof(Table), PROT_READ, MAP_SHARED, files[0].get(), 0);
             auto& announcement = *static_cast<Announcement*>(page);
             announcement.keys[0].store(key);
+            announcement.thread.store(guarded ? static_cast<std::uint32_t>(::gettid()) : 0);
             announcement.count.store(1);
+            const auto& revocations = static_cast<Table*>(table)->revocations;
+            const Guard guard{&revocations, revocations.load()};
             if (::write(ends[1], "1", 1) != 1) ::_exit(4);
+            next(guard);
             for (;;) ::pause();
         });
         ::close(ends[1]);
@@ -393,6 +409,47 @@ TEST_F(SoftLocalProcess, AStoppedOneIsWaitedForToTheDeadlineAndNotBeyond) {
     // Nor do regions, queue pairs or a device that go wait for it.
     child->end();
     EXPECT_TRUE(mr->revoke(soon()));
+}
+
+TEST_F(SoftLocalProcess, AStoppedOneWhoseCopiesAreGuardedIsNotWaitedFor) {
+    auto qp = b.make_qp();
+    const auto mr = b.pd->register_memory(address(b.buffer.data()), 64, kAllAccess, {});
+    const auto child = start_guest(*qp, mr->rkey(), true);
+    EXPECT_FALSE(mr->revoke(Clock::now() + 20ms)) << "it is not stopped yet";
+    child->stop();
+    EXPECT_TRUE(mr->revoke(soon()));
+    // Also for one who only looks from time to time.
+    EXPECT_TRUE(eventually([&] { return qp->fence(Deadline::min()); }));
+}
+
+// In front of the system call that copies, behind the last look: where strace stops its tracee.
+TEST_F(SoftLocalProcess, AGuardedCopyThatATracerHoldsBackIsWaitedFor) {
+    if (!copies_are_guarded()) return;
+    auto qp = b.make_qp();
+    const auto mr = b.pd->register_memory(address(b.buffer.data()), 64, kAllAccess, {});
+    const pid_t target = ::getpid();
+    const auto child = start_guest(*qp, mr->rkey(), true, [&](const Guard& guard) {
+        static std::uint8_t source[64] = {77};
+        const iovec here{source, sizeof source};
+        const iovec there{b.buffer.data(), sizeof source};
+        if (::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) ::_exit(5);
+        ::raise(SIGSTOP);
+        ssize_t result = 0;
+        guarded_call(guard, false, target, {&here, 1}, {&there, 1}, &result);
+    });
+    child->expect_stop();
+    ASSERT_EQ(::ptrace(PTRACE_SETOPTIONS, child->pid(), nullptr, PTRACE_O_TRACESYSGOOD), 0);
+    __ptrace_syscall_info info{};
+    do {
+        ASSERT_EQ(::ptrace(PTRACE_SYSCALL, child->pid(), nullptr, nullptr), 0);
+        child->expect_stop();
+        ASSERT_GT(::ptrace(PTRACE_GET_SYSCALL_INFO, child->pid(), sizeof info, &info), 0);
+    } while (info.op != PTRACE_SYSCALL_INFO_ENTRY || info.entry.nr != SYS_process_vm_writev);
+    EXPECT_FALSE(mr->revoke(Clock::now() + 50ms));
+    EXPECT_EQ(b.buffer[0], 0);
+    ASSERT_EQ(::ptrace(PTRACE_SYSCALL, child->pid(), nullptr, nullptr), 0);
+    child->expect_stop();  // behind it
+    EXPECT_EQ(b.buffer[0], 77) << "that is what was waited for";
 }
 
 TEST_F(SoftLocalProcess, RegionsAndQueuePairsCanGoWhileItIsStoppedInside) {

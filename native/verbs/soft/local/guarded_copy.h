@@ -1,11 +1,12 @@
 // Copies that a stopped thread does not go on with.
 //
-// A thread that has looked whether it may copy, and is stopped before it has (SIGSTOP, a debugger),
-// would copy when it is continued, however long after. These copies look at a word for the last
+// A thread that has looked whether it may copy, and is stopped before it has (SIGSTOP), would copy
+// when it is continued, however long after. These copies look at a word for the last
 // time inside a restartable sequence (rseq(2)): when the thread is stopped or preempted between
 // that look and the end of the sequence, the kernel does not let it go on there, but at a place
 // that looks again. So once a thread is seen to be stopped, nothing that it checked before the word
-// changed is ever copied.
+// changed is ever copied. Who traces a thread can stop it inside a system call that has not begun
+// to copy: that counts as not stopped.
 #pragma once
 
 #include <sys/types.h>

@@ -112,8 +112,8 @@ bool LocalGuest::stopped(Clock::time_point now) const noexcept {
     // before it is over.
     const std::uint32_t thread =
         static_cast<const Announcement*>(page_.get())->thread.load(std::memory_order_seq_cst);
-    const char state = thread == 0 ? ' ' : thread_state(pid_, thread);
-    if (state != 'T' && state != 't') {
+    // Not 't': a tracer stops a thread in front of a system call, too, which it then goes on with.
+    if (thread == 0 || thread_state(pid_, thread) != 'T') {
         stopped_since_.store(Deadline::max(), std::memory_order_relaxed);
         return false;
     }

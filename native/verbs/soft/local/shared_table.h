@@ -56,9 +56,9 @@ class LocalGuest {
     bool busy() const noexcept;
     bool uses(std::uint32_t key) const noexcept;
     bool gone() const noexcept;  // it will copy no more: its process has ended, or its connection
-    // For a while at the time `now`.
-    bool stopped(Clock::time_point now)
-        const noexcept;  // the thread that announced it, and its copy with it
+    // Whether the thread that announced it, and its copy with it, has been stopped for a while at
+    // the time `now`.
+    bool stopped(Clock::time_point now) const noexcept;
 
     // False at the deadline: it is stopped inside a copy that is not guarded.
     bool wait_idle(Deadline deadline) const;
