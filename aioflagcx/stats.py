@@ -95,7 +95,9 @@ class Stats:
         """From the native core's counters and what there is in Python."""
         others: dict[str, Any] = {
             "rails": runtime.native.rail_bytes(),
-            "rails_down": sum(link.rails.down for link in runtime.events.links.values() if link.alive),
+            "rails_down": sum(
+                link.rails.down for link in runtime.events.links.values() if link.alive
+            ),
             "transfers_pending": runtime.flights.pending(),
             "sessions": len(runtime.events.links),
             "responders": len(runtime.events.guests),
