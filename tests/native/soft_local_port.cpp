@@ -259,7 +259,9 @@ TEST_F(SoftLocalPort, AskingForFilesWithoutEndStarvesNobody) {
     lend.key = b.mr->rkey();
     std::atomic<bool> stop{false};
     std::thread asker([&] {
-        while (!stop) guest.raw.send(lend);
+        do {  // once, even if all else is over before this thread has begun
+            guest.raw.send(lend);
+        } while (!stop);
     });
     // Requests that the target's thread must answer, too.
     const RecvWr receive = b.receive(1);
