@@ -84,6 +84,7 @@ class EndpointDown(NamedTuple):
     cause: str
     vendor_err: int
     rail: str
+    path: bool  # the path is at fault, not one request, and not Task.abort
 
 class KeepaliveLost(NamedTuple):
     owner: int  # Session.id or Responder.id

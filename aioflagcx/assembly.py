@@ -105,6 +105,8 @@ class Assembly:
         undo = self._teardown
         threads = NativeThreads("aioflagcx")
         undo.callback(threads.close)
+        connecting = NativeThreads("aioflagcx-connect")
+        undo.callback(connecting.close)
         native = self._native = await _open_native(threads, devices, config, bound, name)
         undo.push_async_callback(self._end_native, threads)
         flights = Flights(loop, config.drain_timeout)
@@ -118,6 +120,7 @@ class Assembly:
             identity=identity,
             native=native,
             threads=threads,
+            connecting=connecting,
             flights=flights,
             events=events,
         )
@@ -180,6 +183,7 @@ class Assembly:
         except RuntimeError:  # the loop is closed, so only threads and memory are left
             self._close_native()
             self.runtime.threads.close()
+            self.runtime.connecting.close()
 
     def _close_later(self) -> None:
         task = self.runtime.loop.create_task(self.close())

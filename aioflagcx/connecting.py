@@ -68,6 +68,7 @@ class Connecting:
         request = Connect(
             attempt=attempt,
             rails=tuple(queue_pair for offer in offers.values() for queue_pair in offer),
+            since=self._native.generation,
             keepalive_interval=config.keepalive_interval,
             keepalive_timeout=config.keepalive_timeout,
         )
@@ -81,10 +82,10 @@ class Connecting:
                 f"attempt {reply.attempt} of {len(reply.rails)}",
                 peer=peer,
             )
-        try:
+        if reply.table:
             await self._table.replace(reply.generation, reply.table)
-        except PeerLost as error:
-            raise self._closed(error) from error
+        elif reply.generation != request.since:
+            raise ProtocolError(f"{peer} did not send its region table", peer=peer)
         theirs = iter(reply.rails)
         for rail, offer in offers.items():
             answers[rail] = [dict(next(theirs)) for _ in offer]
@@ -99,7 +100,7 @@ class Connecting:
             peer = self._connection.peer
             raise ConnectTimeout(f"{peer} answered too late to connect to it", peer=peer)
         try:
-            return await self._runtime.threads.run(
+            return await self._runtime.connecting.run(
                 self._native.establish, attempt, rail, theirs, left
             )
         except _native.NativeError as error:

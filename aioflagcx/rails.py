@@ -44,6 +44,10 @@ _LONGEST_PAUSE = 5.0
 """Seconds that a rail which cannot be connected rests at most between two tries: a device that is
 back is soon used again, and one that stays away costs next to nothing."""
 
+_STABLE = 10.0
+"""Seconds that a rail has to be up to be trusted again: as often as its path fails before that, it
+rests longer, as each failure holds up the transfers that have slices on it."""
+
 Lost = Callable[[str, BaseException | None, str], None]
 """Called with the words, the cause and the farewell to the peer when no rail is left."""
 
@@ -62,6 +66,10 @@ class _Rail:
         """How they failed."""
         self.tries = 0
         """Failures to connect it since it was up, or since it is needed again."""
+        self.up_since = 0.0
+        """In the loop's time."""
+        self.relapses = 0
+        """How often in a row its path failed as soon as it was used."""
         self.error: ConnectError | None = None
         """The latest of them."""
         self.told = False
@@ -175,12 +183,17 @@ class Rails:
 
     def _no_rail(self) -> ConnectError:
         errors = [rail.error for rail in self._rails if rail.error is not None]
-        if len(errors) == 1:
+        if len(errors) == 1 == len(self._rails):
             return errors[0]
         kinds = {type(error) for error in errors}
         kind = kinds.pop() if len(kinds) == 1 else ConnectError
-        reasons = "; ".join(error.message for error in errors)
+        reasons = "; ".join(self._reason(rail) for rail in self._rails)
         return kind(f"no rail could be connected: {reasons}", peer=self._connection.peer)
+
+    def _reason(self, rail: _Rail) -> str:
+        if rail.error is not None:
+            return rail.error.message
+        return f"{self._name(rail)} failed as soon as it was up: {rail.symptom}"
 
     # Each by itself --------------------------------------------------------------------------
 
@@ -200,6 +213,10 @@ class Rails:
         )
         if event.epoch.attempt == rail.attempt:
             rail.up = False
+        now = self._runtime.loop.time()
+        rail.relapses = rail.relapses + 1 if event.path and now - rail.up_since < _STABLE else 0
+        if rail.relapses > 1:
+            rail.rest_until = now + _pause(rail.relapses - 1)
         if not self._any_up():
             for other in self._rails:
                 other.tries = 0
@@ -283,7 +300,8 @@ class Rails:
         except ConnectError as error:
             self._note_failure(rail, error)
             return
-        rail.rest_until = self._runtime.loop.time() + _PAUSE
+        rail.up_since = self._runtime.loop.time()
+        rail.rest_until = rail.up_since + _PAUSE
         rail.tries = 0
         rail.error = None
         if rail.failed == attempt:  # that has been heard of before
@@ -298,8 +316,7 @@ class Rails:
     def _note_failure(self, rail: _Rail, error: ConnectError) -> None:
         rail.tries += 1
         rail.error = error
-        pause = min(_PAUSE * 2.0 ** min(rail.tries - 1, 32), _LONGEST_PAUSE)
-        rail.rest_until = self._runtime.loop.time() + pause
+        rail.rest_until = self._runtime.loop.time() + _pause(rail.tries)
 
     def _note_loss(self, rail: _Rail) -> None:
         words = "%s: rail %s is lost and tried again in the background: %s"
@@ -343,3 +360,8 @@ class Rails:
         tasks = [task for rail in self._rails for task in (rail.first, rail.keeper) if task]
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _pause(failures: int) -> float:
+    """How long a rail rests after so many failures in a row."""
+    return min(_PAUSE * 2.0 ** min(failures - 1, 32), _LONGEST_PAUSE)

@@ -26,5 +26,8 @@ class Runtime:
     """Final once the port is known, before the first connection."""
     native: _native.TransferEngine
     threads: NativeThreads
+    connecting: NativeThreads
+    """For calls that wait for a peer's device, which may be silent: those of :attr:`threads`, a
+    fence above all, must not wait behind them."""
     flights: Flights
     events: Events

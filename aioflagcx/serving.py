@@ -104,12 +104,16 @@ class Guest:
             accepted = await runtime.threads.run(responder.accept, message.attempt, rails)
         except _native.NativeError as error:
             raise HandshakeRejected(f"{error.call}: {error.detail}", cause=error) from error
-        update = await self._table(0)
+        update = await self._table(message.since)
+        # Rails come and go by themselves: mostly the initiator has the table.
+        unchanged = not update.full and update.generation == message.since
+        if not unchanged and not update.full:
+            update = await self._table(0)
         return ConnectReply(
             attempt=message.attempt,
             rails=tuple(accepted),
             path=responder.path,
-            table=update.table,
+            table=b"" if unchanged else update.table,
             generation=update.generation,
             keepalive_port=runtime.native.keepalive_port,
             keepalive_token=responder.keepalive_token,

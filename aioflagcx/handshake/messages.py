@@ -159,10 +159,10 @@ class ConnectReply(Message):
     """How data moves: "process", "local", "tcp" or "ibverbs"."""
 
     table: bytes = fields.binary(show=False)
-    """The responder's whole MR table."""
+    """The responder's whole MR table, or empty: it is still that of ``since``."""
 
     generation: int = fields.uint(64)
-    """The generation of ``table``."""
+    """The generation of the responder's MR table."""
 
     keepalive_port: int = fields.uint(16)
     """TCP port of the responder's keepalive listener."""
@@ -186,6 +186,9 @@ class Connect(Request[ConnectReply]):
 
     rails: tuple[Rail, ...] = fields.rails()
     """The initiator's attributes of each queue pair it proposes."""
+
+    since: int = fields.uint(64)
+    """The generation of the responder's MR table that the initiator has; 0 for none."""
 
     keepalive_interval: float = fields.seconds()
     """Seconds that may pass between two keepalive beats, of either side."""

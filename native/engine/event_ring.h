@@ -41,6 +41,7 @@ struct EndpointDown {
     std::string cause;
     std::uint32_t vendor_err = 0;
     std::string rail;
+    bool path = false;  // the path is at fault, not one request
 };
 
 struct KeepaliveLost {

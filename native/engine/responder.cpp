@@ -135,6 +135,11 @@ std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
                                                  const std::vector<verbs::Attributes>& remote) {
     std::set<std::uint64_t> rails;
     for (const verbs::Attributes& attributes : remote) rails.insert(rail_of(attributes));
+    if (!rails.empty() && *rails.rbegin() >= kMaxRails) {
+        throw NativeError("accept", EPROTO,
+                          "rail " + std::to_string(*rails.rbegin()) + " asked for, 0 to " +
+                              std::to_string(kMaxRails - 1) + " are possible");
+    }
     constexpr std::size_t kLimit = kMaxRails * kMaxQpsPerRail;
     if (rails.empty() || remote.size() > kLimit) {
         throw NativeError("accept", EPROTO,

@@ -362,7 +362,8 @@ void Session::lane_flushed(Lane& lane) {
     queue_.epoch_down(endpoint->epoch, endpoint->cause);
     if (!lost_) {
         engine_->ring().push(EndpointDown{id_, endpoint->epoch, endpoint->cause.name(),
-                                          endpoint->cause.vendor_err, endpoint->rail});
+                                          endpoint->cause.vendor_err, endpoint->rail,
+                                          endpoint->cause.transport()});
     }
     flushed_.notify_all();
 }

@@ -102,7 +102,8 @@ struct EventVisitor {
                                     e.rail, e.address, e.length);
     }
     py::object operator()(const engine::EndpointDown& e) const {
-        return types.endpoint_down(e.session, epoch_object(e.epoch), e.cause, e.vendor_err, e.rail);
+        return types.endpoint_down(e.session, epoch_object(e.epoch), e.cause, e.vendor_err, e.rail,
+                                   e.path);
     }
     py::object operator()(const engine::KeepaliveLost& e) const {
         return types.keepalive_lost(e.owner, e.reason);
@@ -213,9 +214,9 @@ void bind_types(py::module_& module) {
                                        {"id", "status", "unknown_epochs", "cause", "vendor_err",
                                         "rail", "address", "length"})
                                .release();
-    types.endpoint_down =
-        named_tuple(module, "EndpointDown", {"session", "epoch", "cause", "vendor_err", "rail"})
-            .release();
+    types.endpoint_down = named_tuple(module, "EndpointDown",
+                                      {"session", "epoch", "cause", "vendor_err", "rail", "path"})
+                              .release();
     types.keepalive_lost = named_tuple(module, "KeepaliveLost", {"owner", "reason"}).release();
     types.immediates = named_tuple(module, "Immediates", {"responder", "imm"}).release();
     types.device_note =

@@ -86,12 +86,40 @@ async def test_old_news_of_a_rail_disturbs_nobody(pair: Pair) -> None:
     await until(lambda: rail.failed and rail.up)
     late = _native.Epoch(rail.failed, 0)
     link.endpoint_down(
-        _native.EndpointDown(link.native.id, late, "IBV_WC_RETRY_EXC_ERR", 0, "soft0")
+        _native.EndpointDown(link.native.id, late, "IBV_WC_RETRY_EXC_ERR", 0, "soft0", True)
     )
     assert rail.up and rail.keeper is None
     assert link.alive
     assert connects == [1]
     await pair.write()
+
+
+async def test_a_recovery_gets_the_table_only_if_it_has_changed(pair: Pair) -> None:
+    assembly: Any = pair.theirs._open
+    handle = assembly.serving.handle
+    tables = []
+
+    async def noting(connection: Any, message: Any) -> Any:
+        reply = await handle(connection, message)
+        if type(message).__name__ == "Connect":
+            tables.append(reply.table)
+        return reply
+
+    assembly.serving.handle = noting
+    await break_path(pair)
+    await pair.write()
+    await until(lambda: tables)
+    assert tables == [b""]
+
+    link = pair.session._link
+    [rail] = link.rails._rails
+    await until(lambda: rail.up)
+    link.table.pushed = lambda update: asyncio.sleep(0)  # type: ignore[method-assign,assignment]
+    await pair.theirs.register(np.zeros(64, np.uint8), name="new")
+    await break_path(pair)
+    await pair.write()
+    await until(lambda: len(tables) == 2 and "new" in pair.session.regions)
+    assert tables[1]
 
 
 async def test_a_failed_path_is_set_up_again_without_anyone_noticing(pair: Pair) -> None:

@@ -101,6 +101,28 @@ async def test_a_lost_rail_rests_longer_and_longer(pair: Pair) -> None:
     await pair.session.close()  # does not wait for it
 
 
+async def test_a_rail_that_fails_whenever_it_is_used_rests_longer_and_longer(pair: Pair) -> None:
+    assembly: Any = pair.theirs._open
+    [guest] = assembly.serving._guests.values()
+    rail = rails_of(pair)[1]
+    loop = asyncio.get_running_loop()
+    rests = []
+    for _ in range(5):
+        await asyncio.to_thread(guest._responder.fence, rail.attempt, 1, 1.0)
+        while rail.up:
+            await pair.write(pair.local.size)
+        failed = loop.time()
+        await until(lambda: rail.up)
+        rests.append(loop.time() - failed)
+    assert rests[3] > 0.15 and rests[4] > 0.3
+    assert rails_of(pair)[0].attempt == 1
+    rail.up_since -= 60  # as if it had worked for a while
+    await asyncio.to_thread(guest._responder.fence, rail.attempt, 1, 1.0)
+    while rail.up:
+        await pair.write(pair.local.size)
+    assert not rail.relapses
+
+
 async def test_a_resting_rail_is_tried_at_once_when_no_other_is_left(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

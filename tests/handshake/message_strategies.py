@@ -47,7 +47,12 @@ requests: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Auth, mac=macs),
     st.builds(
-        Connect, attempt=u64, rails=rails, keepalive_interval=seconds, keepalive_timeout=seconds
+        Connect,
+        attempt=u64,
+        rails=rails,
+        since=u64,
+        keepalive_interval=seconds,
+        keepalive_timeout=seconds,
     ),
     st.builds(Metadata, since=u64),
     st.builds(Notify, name=short_text, payload=blobs, imm=u32, imm_count=u32),

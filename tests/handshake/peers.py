@@ -35,7 +35,7 @@ SERVER = Identity(b"s" * 16, "server:2")
 LIMITS = Limits()
 
 CONNECT = Connect(
-    attempt=1, rails=[{"address": "a"}], keepalive_interval=1.0, keepalive_timeout=5.0
+    attempt=1, rails=[{"address": "a"}], since=0, keepalive_interval=1.0, keepalive_timeout=5.0
 )
 NOTIFY = Notify(name="n", payload=b"p", imm=0, imm_count=0)
 

@@ -248,7 +248,9 @@ def test_the_limit_can_be_raised_between_two_frames_that_came_together() -> None
 
 def test_the_largest_number_of_rails_passes() -> None:
     rail = {f"key{n}": n for n in range(14)}
-    message = Connect(attempt=1, rails=[rail] * 1024, keepalive_interval=1.0, keepalive_timeout=5.0)
+    message = Connect(
+        attempt=1, rails=[rail] * 1024, since=0, keepalive_interval=1.0, keepalive_timeout=5.0
+    )
     assert decode_all(encode(message, 1))[0].message == message
 
 

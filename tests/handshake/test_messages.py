@@ -31,6 +31,7 @@ HELLO: dict[str, Any] = {
 CONNECT: dict[str, Any] = {
     "attempt": 1,
     "rails": [{"qpn": 7, "gid": b"g", "name": "soft0", "paths": ["tcp"]}],
+    "since": 0,
     "keepalive_interval": 1.0,
     "keepalive_timeout": 5.0,
 }

@@ -197,6 +197,7 @@ async def test_a_session_that_misbehaves_after_its_handshake_costs_only_itself(l
                         Connect(
                             attempt=1,
                             rails=({"rail": 0, "path": "tcp", "num": 1},),
+                            since=0,
                             keepalive_interval=1.0,
                             keepalive_timeout=5.0,
                         ),
