@@ -247,7 +247,10 @@ TEST_P(SoftEnginesUnderStress, ManyThreadsMaySubmitCancelAndAbort) {
 }
 
 TEST_P(SoftEngines, TheTargetsEndIsSeenAndEverythingEnds) {
-    for (std::uint64_t id = 1; id <= 4; ++id) submit(Op::Write, id, 0, 0, kBytes);
+    constexpr std::uint64_t kPart = kBytes / 4;
+    for (std::uint64_t id = 1; id <= 4; ++id) {
+        submit(Op::Write, id, (id - 1) * kPart, (id - 1) * kPart, kPart);
+    }
     target.engine->close();
     while (!lost) {
         pollfd fd{initiator.engine->ring().fd(), POLLIN, 0};
