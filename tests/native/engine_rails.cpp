@@ -101,6 +101,31 @@ TEST_F(SessionTest, ARailThatFailedTooOftenIsUsedWhenNoOtherIsUp) {
                            target.begin() + 32 * kSlice));
 }
 
+TEST_F(SessionTest, WhatARailHasLeftToAnotherItTakesWhenThatFails) {
+    options.retry_count = 0;
+    start(2);
+    scripts[1]->set_hold(true);
+    scripts[0]->set_refuse(true);
+    const auto other = write(1, 0, 8 * kSlice);  // all that the second rail may have in flight
+    scripts[1]->wait_posted(8);
+    scripts[0]->set_hold(true);
+    scripts[0]->set_refuse(false);
+    write(2, 8 * kSlice, 8 * kSlice);
+    scripts[0]->wait_posted(8);
+    scripts[0]->break_now(WcStatus::RetryExcErr);
+    wait_down(1);
+    session->fenced({1, 0});
+    scripts[0]->set_hold(false);
+    establish(2, 0);
+    write(3, 16 * kSlice, kSlice);  // by the first rail, which has thus looked at what there is
+    wait_done(3);
+    EXPECT_FALSE(done.contains(2));
+    session->abort(other);
+    wait_done(2);
+    EXPECT_TRUE(std::equal(source.begin() + 8 * kSlice, source.begin() + 16 * kSlice,
+                           target.begin() + 8 * kSlice));
+}
+
 TEST_F(SessionTest, ATransferThatFailsOnEveryRailIsGivenUp) {
     options.retry_count = 1;
     start(2);
