@@ -140,6 +140,7 @@ async def test_a_resting_rail_is_tried_at_once_when_no_other_is_left(
     tries = rail.tries
     await until(lambda: rail.tries > tries)  # now it rests for as long as it can be
     resting_until = rail.rest_until
+    await asyncio.sleep(2 * rails._PAUSE)  # it looks at the others after the first pause
     await plug(pair.ours, 1)
     await unplug(pair.ours, 0)
     assert await pair.write(pair.local.size, timeout=20) == pair.local.size
