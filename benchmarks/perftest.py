@@ -1,4 +1,4 @@
-"""Bandwidth between two RDMA devices of this machine, as linux-rdma's perftest measures it."""
+"""Bandwidth and latency between two RDMA devices of this machine, as perftest measures them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["bandwidth"]
+__all__ = ["bandwidth", "latency"]
 
 
 def bandwidth(
@@ -21,27 +21,36 @@ def bandwidth(
     `program` is "ib_write_bw" or "ib_read_bw". Raises RuntimeError with what it printed if it fails
     or takes more than `timeout` seconds.
     """
-    port = _free_port()
     # Without --noPeak the clock is read for each request, which may take longer than the request.
-    run = (
-        program,
-        "-F",
-        "--noPeak",
-        "--port",
-        str(port),
-        "--size",
-        str(size),
-        "--iters",
-        str(count),
-    )
+    words = _run((program, "--noPeak"), device, target, size, count, timeout)
+    return float(words[3])  # bytes, iterations, peak, average, message rate
+
+
+def latency(
+    program: str, device: str, target: str, size: int, count: int, timeout: float = 100.0
+) -> float:
+    """Microseconds of one of `count` requests at the median, one after the other.
+
+    `program` is "ib_write_lat", whose two ends write to each other by turns and look at their
+    memory for it, or "ib_read_lat". Raises as `bandwidth` does.
+    """
+    words = _run((program,), device, target, size, count, timeout)
+    return float(words[4])  # bytes, iterations, minimum, maximum, typical, and others
+
+
+def _run(
+    program: tuple[str, ...], device: str, target: str, size: int, count: int, timeout: float
+) -> list[str]:
+    """The words of the last line of figures."""
+    port = _free_port()
+    run = (*program, "-F", "--port", str(port), "--size", str(size), "--iters", str(count))
     with _started(*run, *_on(target)) as server:
         _wait_until_it_listens(port, server, timeout)
         with _started(*run, *_on(device), "127.0.0.1") as client:
             output = _output(client, timeout)
         _output(server, timeout)
-    # The last line of figures: bytes, iterations, peak, average, message rate.
     (line,) = [words for words in map(str.split, output.splitlines()) if words[:1] == [str(size)]]
-    return float(line[3])
+    return line
 
 
 def _on(device: str) -> tuple[str, str, str, str]:

@@ -18,10 +18,22 @@ import numpy.typing as npt
 import aioflagcx
 from aioflagcx import Config, Engine
 
-__all__ = ["PATHS", "Target", "config", "open_target", "ordinary_memory"]
+__all__ = ["PATHS", "Place", "Target", "config", "open_target", "ordinary_memory"]
 
 PATHS = ("process", "local", "alloc", "tcp")
 """Paths of the soft device; "alloc" is `local` into memory that the target's engine owns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What an engine is started with."""
+
+    host: str
+    config: Config
+
+    def engine(self) -> Engine:
+        """Not yet entered."""
+        return Engine(self.host, config=self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +66,22 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def open_target(path: str, size: int, regions: int = 1) -> AsyncIterator[Target]:
-    """A target with `size` bytes in `regions` equal regions, reached by `path`."""
+async def open_target(
+    path: str, size: int, regions: int = 1, place: Place | None = None
+) -> AsyncIterator[Target]:
+    """A target with `size` bytes in `regions` equal regions, reached by `path`.
+
+    Another process opens its engine at `place`: by default at 127.0.0.1, with that path alone.
+    """
     if path == "process":
         async with Engine(config=config(path)) as engine:
             yield Target(engine.session_id, await _register(engine, path, size, regions), engine)
         return
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(theirs, path, size, regions), daemon=True)
+    place = place or Place("127.0.0.1", config(path))
+    arguments = (theirs, path, size, regions, place)
+    process = context.Process(target=_main, args=arguments, daemon=True)
     process.start()
     theirs.close()
     try:
@@ -103,9 +122,11 @@ async def _register(engine: Engine, path: str, size: int, regions: int) -> int:
     return memory.ctypes.data
 
 
-def _main(pipe: multiprocessing.connection.Connection, path: str, size: int, regions: int) -> None:
+def _main(
+    pipe: multiprocessing.connection.Connection, path: str, size: int, regions: int, place: Place
+) -> None:
     async def serve() -> None:
-        async with Engine(config=config(path)) as engine:
+        async with place.engine() as engine:
             pipe.send((engine.session_id, await _register(engine, path, size, regions)))
             with contextlib.suppress(EOFError):
                 while True:
