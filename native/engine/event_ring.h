@@ -67,7 +67,7 @@ struct DeviceNote {
     std::uint32_t device = 0;  // its index
     std::string name;
     std::string text;
-    bool bad = false;   // its rails have been taken down
+    bool bad = false;   // its rails, or those of one queue pair, have been taken down
     bool back = false;  // its rails can be connected again
 };
 

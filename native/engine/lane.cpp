@@ -4,13 +4,16 @@
 #include <utility>
 
 #include "common/error.h"
+#include "engine/rdma_context.h"
 #include "engine/transfer_queue.h"
 
 namespace aioflagcx::engine {
 
-Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-           std::uint32_t remote_device, Epoch epoch, std::string rail, RailCounters::Counter bytes)
-    : worker_(worker),
+Lane::Lane(const RdmaContext& context, Worker& worker, TransferQueue& queue, LaneLimits limits,
+           std::uint32_t local_device, std::uint32_t remote_device, Epoch epoch, std::string rail,
+           RailCounters::Counter bytes)
+    : context_(context),
+      worker_(worker),
       queue_(queue),
       limits_(limits),
       local_device_(local_device),
@@ -26,16 +29,27 @@ Lane::Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_
 Lane::~Lane() = default;
 
 verbs::SendWr Lane::request_for(const Slice& slice, std::uint32_t slot) const {
-    verbs::SendWr wr;
+    verbs::SendWr wr = slice.piece == nullptr ? closing_request(*slice.task)
+                                              : request_for(slice.task->op, *slice.piece,
+                                                            slice.local - slice.piece->local,
+                                                            slice.length, *slice.task->remote);
     wr.wr_id = wr_id(slot);
-    if (slice.piece == nullptr) {
+    return wr;
+}
+
+verbs::SendWr Lane::closing_request(const TransferTask& task) const {
+    verbs::SendWr wr;
+    if (task.imm != 0) {
         wr.opcode = verbs::WrOpcode::RdmaWriteWithImm;
-        wr.imm = slice.task->imm;
+        wr.imm = task.imm;
         return wr;
     }
-    wr = request_for(slice.task->op, *slice.piece, slice.local - slice.piece->local, slice.length,
-                     *slice.task->remote);
-    wr.wr_id = wr_id(slot);
+    const TableRecord& region = *task.confirmed->remote_region;
+    wr.opcode = verbs::WrOpcode::RdmaRead;
+    wr.remote_addr = task.confirmed->remote;
+    wr.rkey = task.remote->rkey(region, remote_device_,
+                                (wr.remote_addr - region.addr) / region.chunk_size);
+    wr.sge = context_.scratch();
     return wr;
 }
 

@@ -2,6 +2,7 @@
 // posts them as work requests, hands completions back.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -18,6 +19,7 @@
 
 namespace aioflagcx::engine {
 
+class RdmaContext;
 class TransferQueue;
 
 struct LaneLimits {
@@ -36,13 +38,15 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
         std::function<void(Lane&)> flushed;  // killed, and nothing is posted any more
     };
 
-    Lane(Worker& worker, TransferQueue& queue, LaneLimits limits, std::uint32_t local_device,
-         std::uint32_t remote_device, Epoch epoch, std::string rail, RailCounters::Counter bytes);
+    Lane(const RdmaContext& context, Worker& worker, TransferQueue& queue, LaneLimits limits,
+         std::uint32_t local_device, std::uint32_t remote_device, Epoch epoch, std::string rail,
+         RailCounters::Counter bytes);
     ~Lane() override;
 
     void set_queue_pair(std::unique_ptr<verbs::QueuePair> qp) {
         const std::lock_guard lock(qp_mutex_);
         qp_ = std::move(qp);
+        qp_num_.store(qp_->num());
     }
     void set_hooks(Hooks hooks) { hooks_ = std::move(hooks); }
     void destroy_queue_pair() noexcept;
@@ -51,6 +55,8 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     Worker& worker() noexcept { return worker_; }
     const std::string& rail() const noexcept { return rail_; }
     const Epoch& epoch() const noexcept { return epoch_; }
+    std::uint32_t local_device() const noexcept { return local_device_; }
+    std::uint32_t qp_num() const noexcept { return qp_num_.load(); }
     // Bytes that have been moved.
     void count(std::uint64_t bytes) noexcept {
         bytes_->fetch_add(bytes, std::memory_order_relaxed);
@@ -70,17 +76,19 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     void on_completion(std::uint32_t slot, const verbs::WorkCompletion& wc) override;
     bool serve() override;
 
-    // Tasks whose immediate goes out on this lane; guarded by the TransferQueue's mutex.
-    std::deque<std::shared_ptr<TransferTask>> imms;
+    // Tasks whose closing request goes out on this lane; guarded by the TransferQueue's mutex.
+    std::deque<std::shared_ptr<TransferTask>> closing;
 
   private:
     verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;
+    verbs::SendWr closing_request(const TransferTask& task) const;
     verbs::SendWr request_for(Op op, const Piece& piece, std::uint64_t offset, std::uint32_t length,
                               const RemoteTable& remote) const;
     void end_slot(std::uint32_t slot, const verbs::WorkCompletion& wc);
     void fail(const verbs::WorkCompletion& wc);
     void check_flushed();
 
+    const RdmaContext& context_;
     Worker& worker_;
     TransferQueue& queue_;
     const LaneLimits limits_;
@@ -93,6 +101,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
     // reads qp_ without it. Nothing is taken inside but the device's own locks.
     std::mutex qp_mutex_;
     std::unique_ptr<verbs::QueuePair> qp_;
+    std::atomic<std::uint32_t> qp_num_{0};  // of the last there was
     Hooks hooks_;
 
     std::vector<Slice> slots_;         // posted, by the lower half of wr_id

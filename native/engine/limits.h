@@ -69,6 +69,10 @@ inline constexpr std::uint64_t kNowBytes = 16'384;
 // Most bytes of a transfer that is left to one lane of an idle session: more are shared by all.
 inline constexpr std::uint64_t kOneLaneBytes = 131'072;
 
+// Bytes from which on the devices register memory at the same time, each on a thread of its own:
+// pinning so much takes a NIC's driver milliseconds, starting a thread a twentieth of one.
+inline constexpr std::uint64_t kParallelRegistration = 16u << 20;
+
 // Soft devices of one engine: each has threads of its own.
 inline constexpr std::uint32_t kMaxSoftDevices = 16;
 

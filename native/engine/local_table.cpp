@@ -1,9 +1,12 @@
 #include "engine/local_table.h"
 
 #include <algorithm>
+#include <exception>
+#include <thread>
 #include <utility>
 
 #include "common/error.h"
+#include "common/thread.h"
 #include "engine/limits.h"
 
 namespace aioflagcx::engine {
@@ -26,7 +29,8 @@ void strand(std::shared_ptr<Allocation> allocation) {
 LocalTable::LocalTable(std::vector<verbs::ProtectionDomain*> domains, std::uint64_t max_mr_size)
     : domains_(std::move(domains)), max_mr_size_(max_mr_size) {}
 
-std::shared_ptr<LocalRegion> LocalTable::build(const RegionSpec& spec) const {
+// Everything but its MRs.
+std::shared_ptr<LocalRegion> LocalTable::prepare(const RegionSpec& spec) const {
     if (spec.size == 0 || spec.addr + (spec.size - 1) < spec.addr) {
         throw NativeError("register", 0,
                           "bad range: address " + std::to_string(spec.addr) + ", size " +
@@ -38,32 +42,80 @@ std::shared_ptr<LocalRegion> LocalTable::build(const RegionSpec& spec) const {
     auto region = std::make_shared<LocalRegion>();
     region->spec = spec;
     region->chunk_size = std::min(spec.size, max_mr_size_);
+    region->allocation = Allocation::holding(spec.addr, spec.size);
+    return region;
+}
+
+std::vector<std::unique_ptr<verbs::MemoryRegion>> LocalTable::register_on(
+    verbs::ProtectionDomain& domain, const LocalRegion& region) {
+    const RegionSpec& spec = region.spec;
     std::uint32_t access = 0;
     if (spec.local_writable) access |= verbs::kAccessLocalWrite;
     if (spec.access & kTableAccessRead) access |= verbs::kAccessRemoteRead;
     if (spec.access & kTableAccessWrite) access |= verbs::kAccessRemoteWrite;
-    region->allocation = Allocation::holding(spec.addr, spec.size);
     verbs::SharedMemory shared;
     std::uint64_t base = 0;  // the range's place in the file
-    if (region->allocation) {
-        shared.fd = region->allocation->fd();
-        base = spec.addr - region->allocation->addr();
+    if (region.allocation) {
+        shared.fd = region.allocation->fd();
+        base = spec.addr - region.allocation->addr();
     }
-    for (verbs::ProtectionDomain* domain : domains_) {
-        for (std::uint64_t offset = 0; offset < spec.size; offset += region->chunk_size) {
-            const std::uint64_t length = std::min(region->chunk_size, spec.size - offset);
-            if (region->allocation) shared.offset = base + offset;
-            region->mrs.push_back(
-                domain->register_memory(spec.addr + offset, length, access, shared));
+    std::vector<std::unique_ptr<verbs::MemoryRegion>> mrs;
+    for (std::uint64_t offset = 0; offset < spec.size; offset += region.chunk_size) {
+        const std::uint64_t length = std::min(region.chunk_size, spec.size - offset);
+        if (region.allocation) shared.offset = base + offset;
+        mrs.push_back(domain.register_memory(spec.addr + offset, length, access, shared));
+    }
+    return mrs;
+}
+
+// The devices do it side by side where it takes them long: they fetch and pin every page.
+void LocalTable::register_all(const std::vector<std::shared_ptr<LocalRegion>>& regions) const {
+    using Mrs = std::vector<std::unique_ptr<verbs::MemoryRegion>>;
+    std::vector<std::vector<Mrs>> made(domains_.size());
+    std::vector<std::exception_ptr> failures(domains_.size());
+    const auto work = [&](std::size_t device) {
+        try {
+            for (const auto& region : regions) {
+                made[device].push_back(register_on(*domains_[device], *region));
+            }
+        } catch (...) {
+            failures[device] = std::current_exception();
+        }
+    };
+    std::uint64_t bytes = 0;
+    for (const auto& region : regions) bytes += region->spec.size;
+    std::vector<std::thread> threads;
+    for (std::size_t device = 1; device < domains_.size(); ++device) {
+        try {
+            if (bytes >= kParallelRegistration) {
+                threads.push_back(start_thread("afx-register", [&work, device] { work(device); }));
+                continue;
+            }
+        } catch (const NativeError&) {  // there is no thread to be had
+        }
+        work(device);
+    }
+    if (!domains_.empty()) work(0);
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& failure : failures) {
+        if (failure) std::rethrow_exception(failure);
+    }
+    for (std::vector<Mrs>& device : made) {
+        for (std::size_t i = 0; i < regions.size(); ++i) {
+            LocalRegion& region = *regions[i];
+            for (auto& mr : device[i]) {
+                region.read_after_write |= mr->read_after_write();
+                region.mrs.push_back(std::move(mr));
+            }
         }
     }
-    return region;
 }
 
 std::vector<std::uint64_t> LocalTable::add(std::span<const RegionSpec> specs) {
     std::vector<std::shared_ptr<LocalRegion>> built;
     built.reserve(specs.size());
-    for (const RegionSpec& spec : specs) built.push_back(build(spec));
+    for (const RegionSpec& spec : specs) built.push_back(prepare(spec));
+    register_all(built);
     std::vector<std::uint64_t> ids;
     ids.reserve(built.size());
     const std::lock_guard lock(mutex_);
@@ -196,6 +248,7 @@ void LocalTable::append_record(TableData& data, const LocalRegion& region) const
     record.chunk_size = region.chunk_size;
     record.access = region.spec.access;
     record.key_off = static_cast<std::uint32_t>(data.keys.size());
+    if (region.read_after_write) record.flags |= kTableReadAfterWrite;
     if (region.spec.name) record.name_off = data.add_name(*region.spec.name);
     for (const auto& mr : region.mrs) data.keys.push_back(mr->rkey());
     data.records.push_back(record);

@@ -27,6 +27,7 @@ struct RegionSpec {
     std::uint32_t access = 0;  // kTableAccess*, what peers may do
     bool local_writable = true;
     std::optional<std::string> name;
+    std::uint64_t nearest = 0;  // devices next to it, bit by bit; 0: any
 };
 
 // A lookup may ask for this bit besides kTableAccess*: the local end of an RDMA_READ.
@@ -40,6 +41,7 @@ struct LocalRegion {
     std::shared_ptr<Allocation> allocation;                 // that the range lies in, if any
     std::vector<std::unique_ptr<verbs::MemoryRegion>> mrs;  // device-major x chunk
     bool freeing = false;  // somebody is at it; guarded by the table's mutex
+    bool read_after_write = false;
 
     // Transfers of ours that hold slices in this region. A user increments, then reads `revoked`
     // and steps back when it is set; deregistration sets `revoked`, then waits for zero. Both
@@ -65,7 +67,8 @@ class LocalTable {
 
     explicit LocalTable(std::vector<verbs::ProtectionDomain*> domains, std::uint64_t max_mr_size);
 
-    // All or nothing. Throws NativeError naming the range.
+    // All or nothing; much memory on all devices at the same time. Throws NativeError naming the
+    // range.
     std::vector<std::uint64_t> add(std::span<const RegionSpec> specs);
 
     // No new user, and gone from what peers are told. Unknown ids are ignored.
@@ -102,7 +105,10 @@ class LocalTable {
   private:
     bool free_region(std::unique_lock<std::mutex>& lock, LocalRegion& region,
                      verbs::Deadline deadline);
-    std::shared_ptr<LocalRegion> build(const RegionSpec& spec) const;
+    std::shared_ptr<LocalRegion> prepare(const RegionSpec& spec) const;
+    void register_all(const std::vector<std::shared_ptr<LocalRegion>>& regions) const;
+    static std::vector<std::unique_ptr<verbs::MemoryRegion>> register_on(
+        verbs::ProtectionDomain& domain, const LocalRegion& region);
     void append_record(TableData& data, const LocalRegion& region) const;
 
     const std::vector<verbs::ProtectionDomain*> domains_;

@@ -1,6 +1,7 @@
 #include "engine/rdma_context.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "common/error.h"
@@ -36,6 +37,20 @@ std::vector<Worker*> RdmaContext::next_workers(std::uint32_t count) {
 
 std::uint32_t RdmaContext::qps_per_endpoint() const noexcept {
     return qps_per_endpoint_ != 0 ? qps_per_endpoint_ : static_cast<std::uint32_t>(workers_.size());
+}
+
+void RdmaContext::make_scratch() {
+    constexpr std::size_t kPage = 4096;
+    std::call_once(scratch_made_, [this] {
+        scratch_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, kPage)));
+        if (!scratch_) throw NativeError("aligned_alloc", ENOMEM, "one page");
+        scratch_mr_ = pd_->register_memory(reinterpret_cast<std::uint64_t>(scratch_.get()), kPage,
+                                           verbs::kAccessLocalWrite, {});
+    });
+}
+
+verbs::Sge RdmaContext::scratch() const noexcept {
+    return {reinterpret_cast<std::uint64_t>(scratch_.get()), 1, scratch_mr_->lkey()};
 }
 
 void RdmaContext::stop() {

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,14 +31,27 @@ class RdmaContext {
     Worker& next_worker() { return *next_workers(1).front(); }
     // Queue pairs of an endpoint.
     std::uint32_t qps_per_endpoint() const noexcept;
+    // Memory that confirming reads put in what they read; whatever that is, nobody looks at it.
+    // Any thread; blocks the first time. Throws NativeError.
+    void make_scratch();
+    // After make_scratch().
+    verbs::Sge scratch() const noexcept;
     void stop();
 
   private:
+    struct Free {
+        void operator()(std::byte* memory) const noexcept { std::free(memory); }
+    };
+
     const std::uint32_t qps_per_endpoint_;  // 0: one for each worker
     std::unique_ptr<verbs::Device> device_;
     std::unique_ptr<verbs::ProtectionDomain> pd_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<std::uint32_t> turn_{0};
+    std::once_flag scratch_made_;
+    // A page of its own: a forked child may be without it.
+    std::unique_ptr<std::byte, Free> scratch_;
+    std::unique_ptr<verbs::MemoryRegion> scratch_mr_;
 };
 
 }  // namespace aioflagcx::engine

@@ -196,9 +196,9 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
             throw NativeError("accept", 0, "the peer's device takes no queue pair: " + *why);
         }
         prepared[i].qp->connect(remote[i], deadline);
-        lanes.push_back(std::make_shared<Lane>(*prepared[i].worker, queue_, limits, local_device,
-                                               remote_device, Epoch{attempt, rail}, name,
-                                               engine_->rail_counters().of(name)));
+        lanes.push_back(std::make_shared<Lane>(context(rail), *prepared[i].worker, queue_, limits,
+                                               local_device, remote_device, Epoch{attempt, rail},
+                                               name, engine_->rail_counters().of(name)));
         // Of a rail's queue pairs the first speaks for all.
         if (const std::string note = prepared[i].qp->path_note(); i == 0 && !note.empty()) {
             engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});
@@ -238,6 +238,11 @@ bool Session::update_table(bool full, std::uint64_t base, std::uint64_t generati
         throw std::invalid_argument("MR table: generation differs from its message's");
     }
     const std::vector<std::uint64_t> gone = decode_removed(removed);
+    if (std::any_of(data.records.begin(), data.records.end(), [](const TableRecord& record) {
+            return (record.flags & kTableReadAfterWrite) != 0;
+        })) {
+        for (const auto& context : engine_->contexts()) context->make_scratch();
+    }
     for (;;) {
         const std::shared_ptr<const RemoteTable> before = this->table();
         // Lanes and transfers index keys by device.
@@ -334,6 +339,19 @@ void Session::device_failed(std::uint32_t device) {
         if (endpoint.state == Endpoint::State::Up) {
             endpoint.cause = {verbs::WcStatus::FatalErr, 0, endpoint.rail};
         }
+        fail_endpoint(endpoint);
+    }
+}
+
+void Session::queue_pair_failed(std::uint32_t device, std::uint32_t qp_num) {
+    const std::lock_guard lock(mutex_);
+    for (Endpoint& endpoint : endpoints_) {
+        const bool has_it =
+            std::any_of(endpoint.lanes.begin(), endpoint.lanes.end(), [=](const auto& lane) {
+                return lane->local_device() == device && lane->qp_num() == qp_num;
+            });
+        if (!has_it || endpoint.state != Endpoint::State::Up) continue;
+        endpoint.cause = {verbs::WcStatus::FatalErr, 0, endpoint.rail};
         fail_endpoint(endpoint);
     }
 }

@@ -78,6 +78,8 @@ class Session : public std::enable_shared_from_this<Session> {
 
     // One of our devices is of no use any more.
     void device_failed(std::uint32_t device);
+    // The same of one of its queue pairs, which may be none of ours.
+    void queue_pair_failed(std::uint32_t device, std::uint32_t qp_num);
     void fail();
     void close();
 

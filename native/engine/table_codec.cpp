@@ -35,7 +35,7 @@ struct WireRecord {
     std::uint32_t access;
     std::uint32_t name_off;
     std::uint32_t key_off;
-    std::uint32_t reserved;
+    std::uint32_t flags;
 };
 static_assert(sizeof(WireRecord) == 48);
 
@@ -93,8 +93,8 @@ std::string encode_table(const TableData& table) {
                            static_cast<std::uint32_t>(table.keys.size()),
                            static_cast<std::uint32_t>(table.names.size()), 0, table.generation});
     for (const TableRecord& r : table.records) {
-        append(out,
-               WireRecord{r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off, 0});
+        append(out, WireRecord{r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off,
+                               r.flags});
     }
     out.append(reinterpret_cast<const char*>(table.keys.data()), table.keys.size() * 4);
     out.append(table.names);
@@ -128,7 +128,7 @@ TableData decode_table(std::span<const std::uint8_t> bytes) {
         WireRecord r{};
         std::memcpy(&r, at, sizeof r);
         table.records.push_back(
-            {r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off});
+            {r.id, r.addr, r.size, r.chunk_size, r.access, r.name_off, r.key_off, r.flags});
     }
     table.keys.resize(header.key_count);
     if (header.key_count != 0)

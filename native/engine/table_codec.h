@@ -14,6 +14,10 @@ namespace aioflagcx::engine {
 inline constexpr std::uint32_t kTableAccessRead = 1;   // peers may RDMA_READ
 inline constexpr std::uint32_t kTableAccessWrite = 2;  // peers may RDMA_WRITE
 
+// Flag of a region: a write without notification has succeeded only once each queue pair it used
+// has read something of the region as well (device memory, relaxed ordering).
+inline constexpr std::uint32_t kTableReadAfterWrite = 1;
+
 inline constexpr std::uint32_t kNoName = 0xFFFF'FFFF;
 
 struct TableRecord {
@@ -24,6 +28,7 @@ struct TableRecord {
     std::uint32_t access = 0;
     std::uint32_t name_off = kNoName;
     std::uint32_t key_off = 0;
+    std::uint32_t flags = 0;  // unknown ones mean nothing
 
     std::uint64_t chunks() const noexcept { return (size - 1) / chunk_size + 1; }
 };

@@ -69,9 +69,11 @@ void TransferEngine::watch_devices() {
 void TransferEngine::on_device_event(std::uint32_t device, const verbs::DeviceEvent& event) {
     using Kind = verbs::DeviceEvent::Kind;
     // Without waiting for the retries of every queue pair: slices go to other rails at once.
-    const bool bad = event.kind == Kind::PortDown || event.kind == Kind::DeviceFatal;
-    ring_.push(DeviceNote{device, contexts_[device]->name(), event.text, bad,
-                          event.kind == Kind::PortActive});
+    const bool queue_pair = event.kind == Kind::QpFatal;
+    const bool bad = event.kind == Kind::PortDown || event.kind == Kind::DeviceFatal ||
+                     event.kind == Kind::AddressChange || queue_pair;
+    const bool back = event.kind == Kind::PortActive || event.kind == Kind::AddressChange;
+    ring_.push(DeviceNote{device, contexts_[device]->name(), event.text, bad, back});
     if (!bad) return;
     std::vector<std::shared_ptr<Session>> sessions;
     {
@@ -80,7 +82,13 @@ void TransferEngine::on_device_event(std::uint32_t device, const verbs::DeviceEv
             if (auto session = weak.lock()) sessions.push_back(std::move(session));
         }
     }
-    for (const auto& session : sessions) session->device_failed(device);
+    for (const auto& session : sessions) {
+        if (queue_pair) {
+            session->queue_pair_failed(device, event.qp_num);
+        } else {
+            session->device_failed(device);
+        }
+    }
 }
 
 void TransferEngine::check_open() const {

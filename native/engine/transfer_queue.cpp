@@ -114,16 +114,17 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
                          std::uint64_t max_bytes, bool idle) {
     const std::lock_guard lock(mutex_);
     std::uint64_t bytes = 0;
-    while (out.size() < max_count && !lane.imms.empty()) {
-        Task task = std::move(lane.imms.front());
-        lane.imms.pop_front();
-        --task->imm_waiting;
+    while (out.size() < max_count && !lane.closing.empty()) {
+        Task task = std::move(lane.closing.front());
+        lane.closing.pop_front();
+        --task->closing_waiting;
         if (task->dropped) {
             maybe_finish(task);
             continue;
         }
         ++task->posted;
         Slice slice;
+        slice.remote = task->confirmed == nullptr ? 0 : task->confirmed->remote;
         slice.task = std::move(task);
         out.push_back(std::move(slice));
     }
@@ -134,7 +135,7 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
         runnable_.pop_front();
         task->queued = false;
         if (task->dropped || !task->has_data()) continue;
-        if (!may_carry(lane, *task)) {
+        if (!may_take_next(lane, *task)) {
             make_runnable(task);
             ++skipped;
             continue;
@@ -169,10 +170,10 @@ void TransferQueue::give_back(Lane& lane, std::vector<Slice>& slices, std::size_
                 make_runnable(task);
             }
         } else if (attached(lane)) {
-            ++task->imm_waiting;
-            lane.imms.push_front(task);
+            ++task->closing_waiting;
+            lane.closing.push_front(task);
         } else {
-            task->imm_failed = true;  // detach() has passed
+            task->closing_failed = true;  // detach() has passed
         }
         maybe_finish(task);
     }
@@ -190,7 +191,7 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
     sub(stats_.bytes_inflight, slice.length);
     if (wc.status == WcStatus::Success) {
         if (slice.piece == nullptr) {
-            --task->imm_missing;
+            --task->closing_missing;
         } else {
             task->bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
             lane.count(slice.length);
@@ -222,7 +223,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& l
     }
     if (fence_due) insert_unique(task->fences, epoch);
     if (slice.piece == nullptr) {
-        task->imm_failed = true;
+        task->closing_failed = true;
     } else {
         add(stats_.slices_reposted);
         task->again.push_back(std::move(slice));
@@ -235,7 +236,8 @@ void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
     const std::lock_guard lock(mutex_);
     lanes_.push_back(lane);
     ++epochs_[lane->epoch()].lanes;
-    for (const Task& task : all_tasks()) maybe_finish(task);  // immediates may wait for a lane
+    for (const Task& task : all_tasks())
+        maybe_finish(task);  // closing requests may wait for a lane
 }
 
 bool TransferQueue::attached(const Lane& lane) const {
@@ -248,9 +250,9 @@ void TransferQueue::detach(Lane& lane) {
     std::erase_if(lanes_, [&](const auto& other) { return other.get() == &lane; });
     // It may have been the only one to be woken, or the one to which others left something.
     if (!runnable_.empty()) wake_lanes();
-    for (Task& task : std::exchange(lane.imms, {})) {
-        --task->imm_waiting;
-        task->imm_failed = true;
+    for (Task& task : std::exchange(lane.closing, {})) {
+        --task->closing_waiting;
+        task->closing_failed = true;
         maybe_finish(task);
     }
 }
@@ -278,6 +280,20 @@ bool TransferQueue::may_carry(const Lane& lane, const TransferTask& task) const 
            !tries_left_elsewhere(task);
 }
 
+// What has devices next to it is left to them, as long as one of them is up and may carry it.
+bool TransferQueue::may_take_next(const Lane& lane, const TransferTask& task) const {
+    if (!may_carry(lane, task)) return false;
+    const Piece& next =
+        task.again.empty() ? task.pieces[task.next_piece] : *task.again.back().piece;
+    const std::uint64_t nearest = next.local_region->spec.nearest;
+    const auto is_near = [nearest](const Lane& any) {
+        return nearest == 0 || (nearest >> any.local_device() & 1) != 0;
+    };
+    return is_near(lane) || std::none_of(lanes_.begin(), lanes_.end(), [&](const auto& other) {
+               return is_near(*other) && may_carry(*other, task);
+           });
+}
+
 void TransferQueue::epoch_down(const Epoch& epoch, const Cause& cause) {
     const std::lock_guard lock(mutex_);
     if (!cause.transport()) return;
@@ -294,6 +310,10 @@ void TransferQueue::epoch_down(const Epoch& epoch, const Cause& cause) {
         why.cause = cause.name();
         why.vendor_err = cause.vendor_err;
         why.rail = cause.rail;
+        if (!task->again.empty()) {
+            why.address = task->again.back().remote;
+            why.length = task->again.back().length;
+        }
         drop(*task, std::move(why));
         maybe_finish(task);
     }
@@ -359,7 +379,7 @@ void TransferQueue::drop(TransferTask& task, TransferEvent why) {
     task.again.clear();
 }
 
-void TransferQueue::start_immediates(const Task& task) {
+void TransferQueue::start_closing(const Task& task) {
     std::vector<Lane*> targets;
     for (const auto& lane : lanes_) {
         if (std::find(task->used.begin(), task->used.end(), lane.get()) != task->used.end()) {
@@ -370,12 +390,14 @@ void TransferQueue::start_immediates(const Task& task) {
         if (may_carry(**lane, *task)) targets.push_back(lane->get());
     }
     if (targets.empty()) return;  // attach() comes back to it
-    task->imm_started = true;
-    task->imm_failed = false;
-    task->imm_waiting = task->imm_missing = static_cast<std::uint32_t>(targets.size());
-    task->imm_count.store(task->imm_missing, std::memory_order_relaxed);
+    task->closing_started = true;
+    task->closing_failed = false;
+    task->closing_waiting = task->closing_missing = static_cast<std::uint32_t>(targets.size());
+    if (task->imm != 0) {
+        task->imm_count.store(task->closing_missing, std::memory_order_relaxed);
+    }
     for (Lane* lane : targets) {
-        lane->imms.push_back(task);
+        lane->closing.push_back(task);
         lane->wake();
     }
 }
@@ -383,16 +405,16 @@ void TransferQueue::start_immediates(const Task& task) {
 void TransferQueue::maybe_finish(const Task& task) {
     if (task->finished || task->posted != 0) return;
     if (task->dropped) {
-        if (task->imm_waiting == 0) finish(task);
+        if (task->closing_waiting == 0) finish(task);
         return;
     }
     if (task->has_data()) return;
-    if (task->imm != 0) {
-        if (!task->imm_started || (task->imm_failed && task->imm_waiting == 0)) {
-            start_immediates(task);
+    if (task->has_closing()) {
+        if (!task->closing_started || (task->closing_failed && task->closing_waiting == 0)) {
+            start_closing(task);
             return;
         }
-        if (task->imm_missing != 0) return;
+        if (task->closing_missing != 0) return;
     }
     if (task->fences.empty()) finish(task);
 }

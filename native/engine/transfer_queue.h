@@ -32,9 +32,9 @@ struct Cause {
     }
 };
 
-// Lock: mutex_ guards all members, every task's guarded members, and Lane::imms of attached
-// lanes. Held while waking workers and pushing events (their locks are leaves); taken after
-// Session's mutex, never before it.
+// Lock: mutex_ guards all members, every task's guarded members, and Lane::closing of
+// attached lanes. Held while waking workers and pushing events (their locks are leaves); taken
+// after Session's mutex, never before it.
 class TransferQueue {
   public:
     TransferQueue(EventRing& ring, Stats& stats, std::uint32_t slice_size,
@@ -86,7 +86,7 @@ class TransferQueue {
     Slice cut(const Task& task);
     void make_runnable(const Task& task);
     void drop(TransferTask& task, TransferEvent why);
-    void start_immediates(const Task& task);
+    void start_closing(const Task& task);
     void maybe_finish(const Task& task);
     void finish(const Task& task);
     void unknown_outcome(const Task& task, Slice slice, const Lane& lane);
@@ -94,6 +94,7 @@ class TransferQueue {
     bool tries_left(const TransferTask& task, std::uint32_t rail) const;
     bool tries_left_elsewhere(const TransferTask& task) const;
     bool may_carry(const Lane& lane, const TransferTask& task) const;
+    bool may_take_next(const Lane& lane, const TransferTask& task) const;
     void wake_lanes();
     std::vector<Task> all_tasks() const;
 

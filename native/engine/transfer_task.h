@@ -17,10 +17,10 @@ namespace aioflagcx::engine {
 class Lane;
 class TransferTask;
 
-// At most slice_size bytes of one transfer, or one of its immediates: one work request.
+// At most slice_size bytes of one transfer, or one of its closing requests: one work request.
 struct Slice {
     std::shared_ptr<TransferTask> task;
-    const Piece* piece = nullptr;  // null: an immediate
+    const Piece* piece = nullptr;  // null: a closing request
     std::uint64_t local = 0;
     std::uint64_t remote = 0;
     std::uint32_t length = 0;
@@ -38,6 +38,7 @@ class TransferTask {
           bytes_total(bytes_total_),
           remote(std::move(remote_)),
           pieces(std::move(pieces_)),
+          confirmed(to_confirm(op_, imm_, pieces)),
           uses(std::move(uses_)) {}
 
     const std::uint64_t id;
@@ -46,6 +47,9 @@ class TransferTask {
     const std::uint64_t bytes_total;
     const std::shared_ptr<const RemoteTable> remote;  // keeps Piece::remote_region alive
     const std::vector<Piece> pieces;
+    // Data that is visible to the peer only once a read has followed it; null: there is none, or
+    // the immediates see to it.
+    const Piece* const confirmed;
     std::atomic<std::uint64_t> bytes_done{0};
     std::atomic<std::uint32_t> imm_count{0};
 
@@ -58,24 +62,36 @@ class TransferTask {
     std::uint64_t next_offset = 0;
     std::vector<Slice> again;  // of unknown outcome, to be posted once more
 
-    std::uint32_t posted = 0;          // slices and immediates that a lane holds
+    std::uint32_t posted = 0;          // slices and closing requests that a lane holds
     bool queued = false;               // in the queue's ring of runnable tasks
     bool dropped = false;              // nothing more is posted; ends when posted is 0
     bool finished = false;             // reported
     std::vector<Epoch> failed_epochs;  // by their path, with slices of it on them
     std::vector<Lane*> used;           // lanes that carried data of it; for comparison only
 
-    // Immediates go out when all data has completed, one per lane used.
-    bool imm_started = false;
-    std::uint32_t imm_waiting = 0;  // in lanes' imm queues
-    std::uint32_t imm_missing = 0;  // not acknowledged yet
-    bool imm_failed = false;        // one was flushed: all are sent once more
+    // When all data has completed, a closing request goes out on each lane used: the immediate of
+    // a notification, or else a read of a byte that makes the data visible to the peer.
+    bool closing_started = false;
+    std::uint32_t closing_waiting = 0;  // in lanes' queues of them
+    std::uint32_t closing_missing = 0;  // not acknowledged yet
+    bool closing_failed = false;        // one was flushed: all are sent once more
 
     // Epochs whose slices were posted again: success counts only once they are fenced.
     std::vector<Epoch> fences;
     TransferEvent failure;  // why it was dropped
 
     bool has_data() const noexcept { return !again.empty() || next_piece < pieces.size(); }
+    bool has_closing() const noexcept { return imm != 0 || confirmed != nullptr; }
+
+  private:
+    static const Piece* to_confirm(Op op, std::uint32_t imm,
+                                   const std::vector<Piece>& pieces) noexcept {
+        if (op != Op::Write || imm != 0) return nullptr;
+        for (const Piece& piece : pieces) {
+            if ((piece.remote_region->flags & kTableReadAfterWrite) != 0) return &piece;
+        }
+        return nullptr;
+    }
 };
 
 }  // namespace aioflagcx::engine

@@ -15,6 +15,7 @@
 #include "engine/transfer_engine.h"
 #include "python/convert.h"
 #include "python/memory_map.h"
+#include "verbs/cuda.h"
 
 namespace aioflagcx::python {
 
@@ -46,11 +47,11 @@ std::shared_ptr<TransferEngine> make_engine(
     std::vector<std::string> devices, std::string bind_address, std::string advertise_address,
     std::vector<std::string> soft_paths, std::uint32_t soft_streams, bool allow_ptrace,
     std::optional<std::uint32_t> gid_index, std::uint8_t traffic_class, std::uint8_t service_level,
-    std::uint8_t qp_timeout, std::uint8_t qp_retry_count, std::uint32_t slice_size,
-    std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint, std::uint32_t max_wr_per_qp,
-    std::uint64_t max_inflight_bytes_per_endpoint, std::uint32_t post_batch, std::uint32_t spin_us,
-    std::uint32_t retry_count, std::uint8_t rnr_retry, double keepalive_interval,
-    double keepalive_timeout) {
+    std::uint8_t qp_timeout, std::uint8_t qp_retry_count, bool relaxed_ordering,
+    std::uint32_t slice_size, std::uint32_t workers_per_device, std::uint32_t qps_per_endpoint,
+    std::uint32_t max_wr_per_qp, std::uint64_t max_inflight_bytes_per_endpoint,
+    std::uint32_t post_batch, std::uint32_t spin_us, std::uint32_t retry_count,
+    std::uint8_t rnr_retry, double keepalive_interval, double keepalive_timeout) {
     EngineOptions options;
     options.devices = std::move(devices);
     options.bind_address = std::move(bind_address);
@@ -63,6 +64,7 @@ std::shared_ptr<TransferEngine> make_engine(
     options.ibverbs.service_level = service_level;
     options.ibverbs.timeout = qp_timeout;
     options.ibverbs.retry_cnt = qp_retry_count;
+    options.ibverbs.relaxed_ordering = relaxed_ordering;
     options.slice_size = slice_size;
     options.workers_per_device = workers_per_device;
     options.qps_per_endpoint = qps_per_endpoint;
@@ -82,10 +84,11 @@ std::shared_ptr<TransferEngine> make_engine(
 
 Numbers register_ranges(TransferEngine& self, const Numbers& addrs, const Numbers& sizes,
                         std::uint32_t access, const py::array_t<bool, py::array::c_style>& writable,
-                        std::vector<std::optional<std::string>> names) {
+                        std::vector<std::optional<std::string>> names, const Numbers& nearest) {
     const std::span<const std::uint64_t> addr = as_many(addrs, addrs);
     const std::span<const std::uint64_t> size = as_many(sizes, addrs);
     const std::span<const bool> write = as_many(writable, addrs);
+    const std::span<const std::uint64_t> near = as_many(nearest, addrs);
     if (names.size() != addr.size()) throw py::value_error("arrays of different shapes");
     std::vector<std::uint64_t> ids;
     {
@@ -94,7 +97,7 @@ Numbers register_ranges(TransferEngine& self, const Numbers& addrs, const Number
         std::vector<engine::RegionSpec> specs;
         specs.reserve(addr.size());
         for (std::size_t i = 0; i < addr.size(); ++i) {
-            specs.push_back({addr[i], size[i], access, write[i], std::move(names[i])});
+            specs.push_back({addr[i], size[i], access, write[i], std::move(names[i]), near[i]});
         }
         ids = self.regions()->add(specs);
     }
@@ -159,8 +162,19 @@ py::array_t<std::int8_t> check_ranges(TransferEngine&, const Numbers& addrs, con
     {
         const py::gil_scoped_release release;
         mapped = check_mapped(addr, size);
+        for (std::size_t i = 0; i < mapped.size(); ++i) {
+            // What the CPU cannot touch may be a GPU's.
+            if (mapped[i] == Mapped::No && verbs::DeviceMemory::find(addr[i], size[i])) {
+                mapped[i] = Mapped::Device;
+            }
+        }
     }
     return array_of<std::int8_t>(mapped);
+}
+
+bool takes_device_memory(const TransferEngine& self) {
+    return std::all_of(self.contexts().begin(), self.contexts().end(),
+                       [](const auto& context) { return context->pd().takes_device_memory(); });
 }
 
 std::vector<std::string> device_names(const TransferEngine& self) {
@@ -178,13 +192,15 @@ void bind_engine(py::module_& module) {
              py::arg("advertise_address"), py::arg("soft_paths"), py::arg("soft_streams"),
              py::arg("allow_ptrace"), py::arg("gid_index"), py::arg("traffic_class"),
              py::arg("service_level"), py::arg("qp_timeout"), py::arg("qp_retry_count"),
-             py::arg("slice_size"), py::arg("workers_per_device"), py::arg("qps_per_endpoint"),
-             py::arg("max_wr_per_qp"), py::arg("max_inflight_bytes_per_endpoint"),
-             py::arg("post_batch"), py::arg("spin_us"), py::arg("retry_count"),
-             py::arg("rnr_retry"), py::arg("keepalive_interval"), py::arg("keepalive_timeout"))
+             py::arg("relaxed_ordering"), py::arg("slice_size"), py::arg("workers_per_device"),
+             py::arg("qps_per_endpoint"), py::arg("max_wr_per_qp"),
+             py::arg("max_inflight_bytes_per_endpoint"), py::arg("post_batch"), py::arg("spin_us"),
+             py::arg("retry_count"), py::arg("rnr_retry"), py::arg("keepalive_interval"),
+             py::arg("keepalive_timeout"))
         .def("close", &TransferEngine::close, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("event_fd", [](TransferEngine& self) { return self.ring().fd(); })
         .def_property_readonly("devices", &device_names)
+        .def_property_readonly("takes_device_memory", &takes_device_memory)
         .def_property_readonly("device_choice",
                                [](TransferEngine& self) { return self.options().device_choice; })
         .def_property_readonly("keepalive_port",
@@ -196,7 +212,7 @@ void bind_engine(py::module_& module) {
              py::arg("sizes").noconvert())
         .def("register", &register_ranges, py::arg("addrs").noconvert(),
              py::arg("sizes").noconvert(), py::arg("access"), py::arg("writable").noconvert(),
-             py::arg("names"))
+             py::arg("names"), py::arg("nearest").noconvert())
         .def(
             "revoke",
             [](TransferEngine& self, const std::vector<std::uint64_t>& ids) {

@@ -50,6 +50,10 @@ class MemoryRegion {
     // range any more; false when the deadline comes before that, since a peer on this host is
     // stopped in the middle of a copy: call again to wait on. Idempotent.
     virtual bool revoke(Deadline deadline) = 0;
+
+    // Whether what a peer has written here, and was told has arrived, may be on its way still until
+    // the same queue pair reads here: so of device memory, and with relaxed ordering.
+    virtual bool read_after_write() const noexcept { return false; }
 };
 
 class CompletionQueue {
@@ -131,6 +135,8 @@ class ProtectionDomain {
     virtual std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
                                                           std::uint32_t access,
                                                           const SharedMemory& shared) = 0;
+    // Whether register_memory() takes memory of GPUs.
+    virtual bool takes_device_memory() const noexcept { return false; }
     // Created in INIT.
     virtual std::unique_ptr<QueuePair> create_qp(const QpInit& init) = 0;
 };
@@ -140,7 +146,7 @@ struct DeviceEvent {
     enum class Kind : std::uint8_t {
         PortDown,       // nothing gets through until PortActive
         PortActive,     // queue pairs can be connected
-        AddressChange,  // those connected may be cut off; new ones are reached anew
+        AddressChange,  // those connected are cut off; new ones have another address
         DeviceFatal,    // no call on it succeeds any more
         QpFatal,        // of queue pair `qp_num`, which is in ERR
         Other,

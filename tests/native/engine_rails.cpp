@@ -169,6 +169,38 @@ TEST_F(SessionTest, ASlowRailGetsFewerSlices) {
     EXPECT_TRUE(std::equal(source.begin(), source.begin() + 64 * kSlice, target.begin()));
 }
 
+TEST_F(SessionTest, MemoryTakesTheRailsOfTheDevicesNextToIt) {
+    nearest = 1U << 1;
+    start(3);
+    for (std::uint64_t id = 1; id <= 8; ++id) {
+        write(id, 0, 64 * kSlice);
+        wait_done(id);
+    }
+    EXPECT_EQ(scripts[0]->posted_count(), 0u);
+    EXPECT_EQ(scripts[1]->posted_count(), 8 * 64u);
+    EXPECT_EQ(scripts[2]->posted_count(), 0u);
+}
+
+TEST_F(SessionTest, MemoryTakesOtherRailsWhileNoneOfTheNearestIsUp) {
+    nearest = 1U << 1;
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write(1, 0, 64 * kSlice);
+    scripts[1]->wait_posted(8);
+    EXPECT_EQ(scripts[0]->posted_count(), 0u);
+    scripts[0]->set_hold(false);
+    scripts[1]->break_now(WcStatus::RetryExcErr);
+    wait_down(1);
+    scripts[0]->wait_posted(64);  // all of it
+    session->fenced({1, 1});
+    wait_done(1);
+    scripts[1]->set_hold(false);
+    establish(2, 1);
+    write(2, 0, 64 * kSlice);
+    wait_done(2);
+    EXPECT_EQ(scripts[0]->posted_count(), 64u);
+}
+
 TEST_F(SessionTest, WithASidesMoreDevicesThereAreMoreRails) {
     start(2);
     EXPECT_EQ(session->rails(), 2u);

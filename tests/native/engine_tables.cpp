@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <barrier>
+#include <cerrno>
 #include <future>
 #include <random>
 #include <thread>
@@ -54,6 +56,59 @@ TEST_F(Tables, ARegionLongerThanAnMrHasOneKeyPerDeviceAndChunk) {
         }
     }
     EXPECT_EQ(keys, (std::vector<std::uint32_t>{1001, 1003, 1005, 1001, 1003, 1005}));
+}
+
+// A device at which registration waits for the other's.
+class MeetingPd final : public verbs::ProtectionDomain {
+  public:
+    MeetingPd(std::barrier<>& meeting, bool fails) : meeting_(meeting), fails_(fails) {}
+    std::unique_ptr<verbs::MemoryRegion> register_memory(std::uint64_t, std::uint64_t,
+                                                         std::uint32_t,
+                                                         const verbs::SharedMemory&) override {
+        meeting_.arrive_and_wait();
+        if (fails_) throw NativeError("register", ENOMEM, "as the test says");
+        return std::make_unique<testing::FakeMr>(1, false);
+    }
+    std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit&) override { return nullptr; }
+
+  private:
+    std::barrier<>& meeting_;
+    bool fails_;
+};
+
+TEST(ParallelRegistration, TheDevicesRegisterMuchMemoryAtTheSameTime) {
+    std::barrier meeting(3);
+    MeetingPd pds[3] = {{meeting, false}, {meeting, false}, {meeting, false}};
+    LocalTable local{{&pds[0], &pds[1], &pds[2]}, UINT64_MAX};
+    local.add(std::vector<RegionSpec>{{4096, 1ull << 30, kTableAccessWrite, true, {}}});
+    EXPECT_EQ(local.size(), 1u);
+}
+
+TEST(ParallelRegistration, OneDevicesFailureIsThatOfAll) {
+    std::barrier meeting(2);
+    MeetingPd pds[2] = {{meeting, false}, {meeting, true}};
+    LocalTable local{{&pds[0], &pds[1]}, UINT64_MAX};
+    try {
+        local.add(std::vector<RegionSpec>{{4096, 1ull << 30, kTableAccessWrite, true, {}}});
+        FAIL();
+    } catch (const NativeError& error) {
+        EXPECT_EQ(error.detail(), "as the test says");
+    }
+    EXPECT_EQ(local.size(), 0u);
+}
+
+TEST(TableFlags, AnyDevicesNeedForAReadIsTold) {
+    const auto relaxed = std::make_shared<Script>();
+    relaxed->relaxed = true;
+    FakePd plain{std::make_shared<Script>()};
+    FakePd other{relaxed};
+    const std::vector<RegionSpec> spec{{4096, 100, kTableAccessWrite, true, {}}};
+    LocalTable both{{&plain, &other}, 1000};
+    LocalTable none{{&plain}, 1000};
+    both.add(spec);
+    none.add(spec);
+    EXPECT_EQ(decode_table(bytes_of(both.since(0).table)).records[0].flags, kTableReadAfterWrite);
+    EXPECT_EQ(decode_table(bytes_of(none.since(0).table)).records[0].flags, 0u);
 }
 
 TEST_F(Tables, DeltasGiveTheSameTableAsTheWhole) {

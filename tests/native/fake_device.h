@@ -32,6 +32,7 @@ struct Script {
     bool refuse = false;                              // post_send() takes nothing
     bool broken = false;                              // post_send() and to_error() throw
     bool gone = false;                                // create_qp() throws
+    bool relaxed = false;                             // MRs ask for a read after each write
     std::vector<verbs::SendWr> posted;                // every request ever posted
     std::vector<FakeQp*> queue_pairs;                 // alive
 
@@ -76,13 +77,15 @@ struct Script {
 
 class FakeMr final : public verbs::MemoryRegion {
   public:
-    explicit FakeMr(std::uint32_t key) : key_(key) {}
+    FakeMr(std::uint32_t key, bool relaxed) : key_(key), relaxed_(relaxed) {}
     std::uint32_t lkey() const noexcept override { return key_; }
     std::uint32_t rkey() const noexcept override { return key_ + 1; }
     bool revoke(verbs::Deadline) override { return true; }
+    bool read_after_write() const noexcept override { return relaxed_; }
 
   private:
     std::uint32_t key_;
+    bool relaxed_;
 };
 
 class FakeCq final : public verbs::CompletionQueue {
@@ -236,7 +239,8 @@ class FakePd final : public verbs::ProtectionDomain {
     std::unique_ptr<verbs::MemoryRegion> register_memory(
         std::uint64_t, std::uint64_t, std::uint32_t, const verbs::SharedMemory& shared) override {
         registered.push_back(shared);
-        return std::make_unique<FakeMr>(next_key_.fetch_add(2));
+        const std::lock_guard lock(script_->mutex);
+        return std::make_unique<FakeMr>(next_key_.fetch_add(2), script_->relaxed);
     }
     std::unique_ptr<verbs::QueuePair> create_qp(const verbs::QpInit& init) override {
         {

@@ -34,6 +34,7 @@ struct SessionTest : ::testing::Test {
         std::vector<std::unique_ptr<verbs::Device>> opened;
         for (std::size_t i = 0; i < devices; ++i) {
             scripts.push_back(std::make_shared<Script>());
+            scripts.back()->relaxed = relaxed;
             opened.push_back(std::make_unique<FakeDevice>("fake" + std::to_string(i),
                                                           scripts.back(), max_mr_size));
         }
@@ -43,7 +44,7 @@ struct SessionTest : ::testing::Test {
         };
         std::iota(source.begin(), source.end(), std::uint8_t{1});
         ids = engine->regions()->add(std::vector<RegionSpec>{
-            {addr_of(source), source.size(), kTableAccessRead, true, "source"},
+            {addr_of(source), source.size(), kTableAccessRead, true, "source", nearest},
             {addr_of(target), target.size(), kTableAccessRead | kTableAccessWrite, true,
              "target"}});
         session = engine->create_session("peer:1");
@@ -116,7 +117,11 @@ struct SessionTest : ::testing::Test {
     }
     bool same() const { return source == target; }
 
-    EngineOptions options;  // before start()
+    // Before start():
+    EngineOptions options;
+    std::uint64_t nearest = 0;  // devices next to the source
+    bool relaxed = false;       // writes need a read after them
+
     std::vector<std::shared_ptr<Script>> scripts;
     std::vector<std::uint8_t> source = std::vector<std::uint8_t>(64 * kSlice + 17);
     std::vector<std::uint8_t> target = std::vector<std::uint8_t>(64 * kSlice + 17);

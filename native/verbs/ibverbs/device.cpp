@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
+#include <string>
 #include <utility>
 
 #include "common/error.h"
@@ -64,61 +66,116 @@ std::vector<ibv_gid_entry> gids_of(ibv_context* context, std::uint8_t port) {
     return entries;
 }
 
+// Asks the port for what is its own and may change.
+void look_up_address(Port& port) {
+    const PortInfo& info = port.options.port;
+    ibv_port_attr attributes{};
+    const int error = Library::get().port_attributes(port.context.get(), info.port, &attributes);
+    if (error != 0) throw NativeError("ibv_query_port", error, info.name);
+    port.address.lid = attributes.lid;
+    port.address.mtu = attributes.active_mtu;
+    const ibv_gid_entry gid =
+        choose_gid(gids_of(port.context.get(), info.port), port.options.gid_index, info.name);
+    std::memcpy(port.address.gid.data(), gid.gid.raw, sizeof gid.gid.raw);
+    port.address.kind = gid_kind(gid);
+    port.gid_index = static_cast<std::uint8_t>(gid.gid_index);
+}
+
 std::shared_ptr<const Port> open_port(std::shared_ptr<ibv_context> context,
                                       const IbverbsOptions& options,
                                       const ibv_device_attr& device) {
-    const PortInfo& info = options.port;
-    ibv_port_attr attributes{};
-    const int error = Library::get().port_attributes(context.get(), info.port, &attributes);
-    if (error != 0) throw NativeError("ibv_query_port", error, info.name);
     auto port = std::make_shared<Port>();
     port->options = options;
-    port->address.lid = attributes.lid;
-    port->address.mtu = attributes.active_mtu;
-    const ibv_gid_entry gid =
-        choose_gid(gids_of(context.get(), info.port), options.gid_index, info.name);
-    std::memcpy(port->address.gid.data(), gid.gid.raw, sizeof gid.gid.raw);
-    port->address.kind = gid_kind(gid);
-    port->gid_index = static_cast<std::uint8_t>(gid.gid_index);
+    port->context = std::move(context);
+    look_up_address(*port);
     port->max_rd_atomic =
         static_cast<std::uint32_t>(std::clamp(device.max_qp_init_rd_atom, 1, kMaxRdAtomic));
     port->max_dest_rd_atomic =
         static_cast<std::uint32_t>(std::clamp(device.max_qp_rd_atom, 1, kMaxRdAtomic));
     port->address.rd_atomic = port->max_dest_rd_atomic;
-    port->context = std::move(context);
     return port;
 }
 
+// A port whose address may change while it is in use. Lock: mutex_ guards the rest; a leaf.
+class CurrentPort {
+  public:
+    explicit CurrentPort(std::shared_ptr<const Port> port) : port_(std::move(port)) {}
+
+    std::shared_ptr<const Port> get() const {
+        const std::lock_guard lock(mutex_);
+        return port_;
+    }
+
+    // Looks the address up again after `event`, and tells what that means for its queue pairs.
+    void look_again(DeviceEvent& event) {
+        const std::lock_guard lock(mutex_);
+        auto fresh = std::make_shared<Port>(*port_);
+        try {
+            look_up_address(*fresh);
+        } catch (const NativeError& error) {
+            lost_ = true;
+            event.kind = DeviceEvent::Kind::PortDown;
+            event.text += std::string("; ") + error.what();
+            return;
+        }
+        const bool back = std::exchange(lost_, false);
+        const bool same = fresh->address.gid == port_->address.gid &&
+                          fresh->address.lid == port_->address.lid &&
+                          fresh->gid_index == port_->gid_index;
+        port_ = std::move(fresh);
+        if (event.kind == DeviceEvent::Kind::PortActive) return;
+        event.text += "; its address is " + gid_text(port_->address.gid) + " (" +
+                      gid_kind_name(port_->address.kind) + ")";
+        if (back) {
+            event.kind = DeviceEvent::Kind::PortActive;
+        } else if (same) {
+            event.kind = DeviceEvent::Kind::Other;
+        }
+    }
+
+  private:
+    mutable std::mutex mutex_;
+    std::shared_ptr<const Port> port_;
+    bool lost_ = false;  // it has no address
+};
+
 class IbvProtectionDomain final : public ProtectionDomain {
   public:
-    explicit IbvProtectionDomain(std::shared_ptr<const Port> port) : port_(std::move(port)) {
-        ibv_pd* const pd = Library::get().alloc_pd(port_->context.get());
-        if (pd == nullptr) throw NativeError("ibv_alloc_pd", errno, port_->options.port.name);
+    explicit IbvProtectionDomain(std::shared_ptr<const CurrentPort> current)
+        : current_(std::move(current)) {
+        const auto port = current_->get();
+        ibv_pd* const pd = Library::get().alloc_pd(port->context.get());
+        if (pd == nullptr) throw NativeError("ibv_alloc_pd", errno, port->options.port.name);
         // The context is held as long as the PD, whoever holds that.
-        pd_ = {pd, [context = port_->context](ibv_pd* object) { Close()(object); }};
+        pd_ = {pd, [context = port->context](ibv_pd* object) { Close()(object); }};
+        options_ = {port->options.port.name, port->options.relaxed_ordering};
     }
 
     std::unique_ptr<MemoryRegion> register_memory(std::uint64_t addr, std::uint64_t length,
                                                   std::uint32_t access,
                                                   const SharedMemory&) override {
-        return ibverbs::register_memory(pd_, addr, length, access);
+        return ibverbs::register_memory(pd_, options_, addr, length, access);
     }
+    bool takes_device_memory() const noexcept override { return true; }
     std::unique_ptr<QueuePair> create_qp(const QpInit& init) override {
-        return std::make_unique<IbvQueuePair>(port_, pd_, init);
+        return std::make_unique<IbvQueuePair>(current_->get(), pd_, init);
     }
 
   private:
-    const std::shared_ptr<const Port> port_;
+    const std::shared_ptr<const CurrentPort> current_;
     std::shared_ptr<ibv_pd> pd_;
+    MemoryOptions options_;
 };
 
 class IbvDevice final : public Device {
   public:
     IbvDevice(std::shared_ptr<const Port> port, const ibv_device_attr& device)
-        : port_(std::move(port)), events_(port_->context, port_->options.port.port) {
+        : port_(std::move(port)),
+          current_(std::make_shared<CurrentPort>(port_)),
+          events_(port_->context, port_->options.port.port) {
         attributes_.max_qp_wr = static_cast<std::uint32_t>(device.max_qp_wr);
         attributes_.max_cqe = std::min(static_cast<std::uint32_t>(device.max_cqe), kMaxCqe);
-        attributes_.max_mr_size = device.max_mr_size;
+        attributes_.max_mr_size = device.max_mr_size != 0 ? device.max_mr_size : UINT64_MAX;
         ibv_port_attr port_attributes{};
         Library::get().port_attributes(port_->context.get(), port_->options.port.port,
                                        &port_attributes);
@@ -130,17 +187,25 @@ class IbvDevice final : public Device {
     const std::string& name() const noexcept override { return port_->options.port.name; }
     const DeviceAttributes& attributes() const noexcept override { return attributes_; }
     std::unique_ptr<ProtectionDomain> alloc_pd() override {
-        return std::make_unique<IbvProtectionDomain>(port_);
+        return std::make_unique<IbvProtectionDomain>(current_);
     }
     std::unique_ptr<CompletionQueue> create_cq(std::uint32_t max_cqe) override {
         return std::make_unique<IbvCompletionQueue>(port_->context, max_cqe);
     }
     void on_event(std::function<void(const DeviceEvent&)> handler) override {
-        events_.set_handler(std::move(handler));
+        if (!handler) return events_.set_handler(nullptr);
+        events_.set_handler([current = current_, told = std::move(handler)](DeviceEvent event) {
+            if (event.kind == DeviceEvent::Kind::AddressChange ||
+                event.kind == DeviceEvent::Kind::PortActive) {
+                current->look_again(event);
+            }
+            told(event);
+        });
     }
 
   private:
-    const std::shared_ptr<const Port> port_;
+    const std::shared_ptr<const Port> port_;  // as it was opened: its address may be another by now
+    const std::shared_ptr<CurrentPort> current_;
     DeviceAttributes attributes_;
     AsyncEvents events_;
 };

@@ -31,6 +31,8 @@ struct IbverbsOptions {
     std::uint8_t service_level = 0;
     std::uint8_t timeout = 16;   // 4.096 us * 2^timeout, ibv_modify_qp(3)
     std::uint8_t retry_cnt = 6;  // transport retries before RETRY_EXC_ERR
+    // IBV_ACCESS_RELAXED_ORDERING for what peers write, where library and kernel know it.
+    bool relaxed_ordering = false;
 };
 
 // Throws NativeError.

@@ -28,16 +28,6 @@ void require(void* handle, const char* symbol, Function& out) {
         std::string(kName) + " has no " + symbol + ": rdma-core 32 or newer is needed");
 }
 
-// A registered page must not be copied away from the device when the process forks. Kernels since
-// 5.12 see to that; for others the library does, if it is told before the first registration.
-void protect_from_fork(const Library& library) {
-    if (library.is_fork_initialized != nullptr &&
-        library.is_fork_initialized() == IBV_FORK_UNNEEDED) {
-        return;
-    }
-    library.fork_init();  // fails once memory has been registered by others: it is theirs to decide
-}
-
 Library load() {
     // Never closed: its threads and devices may outlive every object of ours.
     void* const handle = ::dlopen(kName, RTLD_NOW | RTLD_LOCAL);
@@ -52,6 +42,7 @@ Library load() {
     AIOFLAGCX_IBVERBS_FUNCTIONS(AIOFLAGCX_REQUIRE)
 #undef AIOFLAGCX_REQUIRE
     require(handle, "_ibv_query_gid_table", library.query_gid_table);
+    find(handle, "ibv_reg_mr_iova2", library.reg_mr_iova2);
     find(handle, "ibv_reg_dmabuf_mr", library.reg_dmabuf_mr);
     find(handle, "ibv_is_fork_initialized", library.is_fork_initialized);
     protect_from_fork(library);
@@ -59,6 +50,14 @@ Library load() {
 }
 
 }  // namespace
+
+void protect_from_fork(const Library& library) {
+    if (library.is_fork_initialized != nullptr &&
+        library.is_fork_initialized() == IBV_FORK_UNNEEDED) {
+        return;
+    }
+    library.fork_init();  // fails once memory has been registered by others: it is theirs to decide
+}
 
 const Library& Library::get() {
     // Not kept when it throws: the library may be installed later.

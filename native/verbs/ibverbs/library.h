@@ -44,7 +44,8 @@ struct Library {
     AIOFLAGCX_IBVERBS_FUNCTIONS(AIOFLAGCX_DECLARE)
 #undef AIOFLAGCX_DECLARE
     decltype(&::_ibv_query_gid_table) query_gid_table = nullptr;
-    // Newer than the oldest version we work with; may be null.
+    // Newer than the oldest version we work with: each may be null.
+    decltype(&::ibv_reg_mr_iova2) reg_mr_iova2 = nullptr;
     decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr = nullptr;
     decltype(&::ibv_is_fork_initialized) is_fork_initialized = nullptr;
 
@@ -52,5 +53,10 @@ struct Library {
     // 0 or an errno value.
     int port_attributes(ibv_context* context, std::uint8_t port, ibv_port_attr* out) const;
 };
+
+// Done once the library is loaded, so before anything is registered: a registered page must not be
+// copied away from the device when the process forks. Kernels since 5.12 see to that; for others
+// the library does, if it is told.
+void protect_from_fork(const Library& library);
 
 }  // namespace aioflagcx::verbs::ibverbs

@@ -346,7 +346,9 @@ void IbvQueuePair::complete_receive(const ibv_wc& wc, std::deque<WorkCompletion>
 
 void IbvQueuePair::to_error() {
     const std::lock_guard lock(mutex_);
-    if (qp_) go_to_error();
+    if (!qp_) return;
+    // A device that is gone flushes nothing: its owner destroys the queue pair instead.
+    if (const int error = go_to_error()) throw NativeError("ibv_modify_qp", error, "to ERR");
 }
 
 // A responder is destroyed: in ERR it should answer nothing more, but not every device leaves at
@@ -354,7 +356,8 @@ void IbvQueuePair::to_error() {
 // Once ibv_destroy_qp(3) has, nothing of the queue pair is under way.
 bool IbvQueuePair::fence(Deadline) {
     if (!responder()) {
-        to_error();
+        const std::lock_guard lock(mutex_);
+        if (qp_) go_to_error();
         return true;
     }
     // Before it goes, no poll finds it any more; what was posted on it ends unreported.
@@ -386,12 +389,13 @@ void IbvQueuePair::destroy() noexcept {
 }
 
 // In ERR the device answers nothing that comes for the queue pair, and flushes what was posted.
-// That fails only when the device itself is gone, and its access to memory with it.
-void IbvQueuePair::go_to_error() noexcept {
+// That fails, with the errno value returned, only when the device itself is gone, and its access to
+// memory with it.
+int IbvQueuePair::go_to_error() noexcept {
     ibv_qp_attr attributes{};
     attributes.qp_state = IBV_QPS_ERR;
-    Library::get().modify_qp(qp_.get(), &attributes, IBV_QP_STATE);
     state_ = QpState::Err;
+    return Library::get().modify_qp(qp_.get(), &attributes, IBV_QP_STATE);
 }
 
 }  // namespace aioflagcx::verbs::ibverbs

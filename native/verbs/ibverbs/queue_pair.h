@@ -61,7 +61,7 @@ class IbvQueuePair final : public QueuePair {
     void to_rts(const Address& remote);
     void modify(ibv_qp_attr& attributes, int mask, const char* step);
     std::size_t post_chain(std::size_t count);
-    void go_to_error() noexcept;  // with mutex_ held
+    int go_to_error() noexcept;  // with mutex_ held
     void destroy() noexcept;
     bool responder() const noexcept;
     void complete_send(const ibv_wc& wc, std::deque<WorkCompletion>& out);

@@ -1,5 +1,5 @@
-// GPU memory as the RDMA device gets at it: exported by the CUDA driver as a dmabuf. The driver is
-// looked for when the program runs; without it there is no GPU memory.
+// GPU memory, as the CUDA driver knows it. The driver is looked for when the program runs; without
+// it there is no GPU memory.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,12 @@
 
 #include "common/unique_fd.h"
 
-namespace aioflagcx::verbs::ibverbs {
+namespace aioflagcx::verbs {
 
+// Memory of which an RDMA device gets at `fd`, from `offset` on.
 struct DmaBuf {
     UniqueFd fd;
-    std::uint64_t offset = 0;  // of the range in it, bytes
+    std::uint64_t offset = 0;  // bytes
 };
 
 // A range that the CUDA driver knows as device memory.
@@ -31,7 +32,4 @@ class DeviceMemory {
     std::uint64_t length_;
 };
 
-// The library that is opened instead of libcuda.so.1 from now on, for tests.
-void use_cuda_library(const char* path);
-
-}  // namespace aioflagcx::verbs::ibverbs
+}  // namespace aioflagcx::verbs
