@@ -22,7 +22,7 @@ BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1
 comma := ,
 
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find native -type f -o -type d)
-CXX_FILES = $(shell find native tests/native tests/softroce benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
+CXX_FILES = $(shell find native tests/native tests/fakes tests/softroce benchmarks/raw -name '*.h' -o -name '*.cpp' -o -name '*.c')
 SHELL_FILES := .ci/run scripts/system-deps tests/guest/init tests/guest/setup
 PY_FILES := aioflagcx $(wildcard benchmarks examples scripts tests)
 
@@ -39,6 +39,9 @@ CTEST = ctest --output-on-failure --no-tests=error --parallel $(JOBS)
 
 # What the benchmarks compare with: programs without dependencies.
 RAW := build/raw/copy build/raw/stream
+
+# Stand in for a NIC's library and a GPU's driver in tests of Python.
+FAKES := build/fakes/libibverbs.so.1 build/fakes/libcuda.so.1
 
 # Options of benchmarks/run.py.
 BENCH ?=
@@ -64,7 +67,7 @@ help:
 demo: $(DONE)/package
 	$(BIN)/python examples/kv_push.py --each
 
-test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system
+test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system $(FAKES)
 	$(BIN)/python -m pytest
 	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
 	cmake --build build/native --parallel $(JOBS)
@@ -86,6 +89,10 @@ bench-softroce: $(DONE)/package $(DONE)/softroce-system
 build/softroce/rxe: tests/softroce/rxe.cpp | $(DONE)/test-system $(DONE)/softroce-system
 	mkdir -p build/softroce
 	$(CXX) -std=c++20 -O2 -Wall -Wextra -Werror -o $@ $< -lgtest -lgtest_main -libverbs
+
+build/fakes/lib%.so.1: tests/fakes/%.cpp tests/fakes/%.h | $(DONE)/test-system
+	mkdir -p build/fakes
+	$(CXX) -std=c++20 -O1 -Wall -Wextra -Werror -fPIC -shared -o $@ $<
 
 build/raw/%: benchmarks/raw/%.c benchmarks/raw/raw.h
 	mkdir -p build/raw

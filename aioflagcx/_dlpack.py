@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
-__all__ = ["HOST_DEVICES", "Tensor", "device_name", "export"]
+__all__ = ["CUDA", "HOST_DEVICES", "Tensor", "device_name", "export"]
 
 _CPU = 1
 _CUDA_HOST = 3
@@ -17,6 +17,9 @@ _ROCM_HOST = 11
 
 HOST_DEVICES = frozenset({_CPU, _CUDA_HOST, _ROCM_HOST})
 """Device types whose memory a CPU can address: plain and page-locked host memory."""
+
+CUDA = 2
+"""The device type of GPU memory that the CUDA driver can export."""
 
 _DEVICE_NAMES = {2: "CUDA", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed memory"}
 
@@ -83,16 +86,18 @@ def device_name(device_type: int) -> str:
     return _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
 
 
-def export(exporter: Any) -> Tensor:
-    """The memory of ``exporter``, an object with ``__dlpack__`` on a host device.
+def export(exporter: Any, device_type: int = _CPU) -> Tensor:
+    """The memory of ``exporter``, an object with ``__dlpack__`` on a device of that type.
 
+    Nothing waits for what the device is still doing with it.
     The capsule is not consumed, so its destructor gives the tensor back to its library.
     Raises what ``__dlpack__`` raises, and ValueError for a capsule of an unknown kind.
     """
+    options = {"stream": -1} if device_type == CUDA else {}
     try:
-        capsule = exporter.__dlpack__(max_version=(1, 0))
+        capsule = exporter.__dlpack__(max_version=(1, 0), **options)
     except TypeError:  # older than DLPack 1.0
-        capsule = exporter.__dlpack__()
+        capsule = exporter.__dlpack__(**options)
     flags = 0
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _DLManagedTensorVersioned.from_address(

@@ -139,6 +139,8 @@ class TransferEngine:
     event_fd: int
     devices: list[str]
     device_choice: str  # why these, for the log
+    takes_device_memory: bool
+    """Whether memory of GPUs can be registered."""
     keepalive_port: int
     generation: int
     """Of the MR table: grows with every registration and deregistration."""
@@ -157,6 +159,7 @@ class TransferEngine:
         service_level: int,
         qp_timeout: int,
         qp_retry_count: int,
+        relaxed_ordering: bool,
         slice_size: int,
         workers_per_device: int,  # 0: what the device asks for
         qps_per_endpoint: int,  # 0: one for each worker
@@ -182,7 +185,7 @@ class TransferEngine:
         self, addrs: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.int8]:
         """*Blocking.* For each range: 0 not mapped as a whole, 1 readable, 2 readable and
-        writable, by /proc/self/maps."""
+        writable, by /proc/self/maps; 3 memory of a GPU, by the CUDA driver."""
 
     def register(
         self,
@@ -191,9 +194,11 @@ class TransferEngine:
         access: int,  # ACCESS_* bits, of all of them
         writable: npt.NDArray[np.bool_],  # locally
         names: Sequence[str | None],
+        nearest: npt.NDArray[np.uint64],
     ) -> npt.NDArray[np.uint64]:
         """*Blocking.* Region ids of that many ranges. All or nothing; NativeError names the
-        range."""
+        range. `nearest`: the devices next to each, by bits of their indices; 0: any. Transfers
+        take these as long as one of them is up."""
 
     def revoke(self, region_ids: Sequence[int]) -> None:
         """Leave the tables: no new transfer finds these regions."""

@@ -23,6 +23,7 @@ from .registry import Registry
 from .runtime import Runtime
 from .serving import Serving
 from .threads import NativeThreads
+from .topology import Topology
 
 __all__ = ["Assembly", "check_devices"]
 
@@ -126,7 +127,8 @@ class Assembly:
         )
         undo.callback(queue.close)
         self.serving = Serving(self.runtime, queue)
-        self.registry = Registry(native, threads, self.serving.push_tables)
+        topology = await threads.run(Topology.read)
+        self.registry = Registry(native, threads, self.serving.push_tables, topology)
         undo.push_async_callback(self.registry.close)
         self.server = HandshakeServer(
             bound,
@@ -214,6 +216,7 @@ async def _open_native(
             service_level=config.service_level,
             qp_timeout=config.qp_timeout,
             qp_retry_count=config.qp_retry_count,
+            relaxed_ordering=config.relaxed_ordering,
             slice_size=config.slice_size,
             workers_per_device=config.workers_per_device or 0,
             qps_per_endpoint=config.qps_per_endpoint or 0,

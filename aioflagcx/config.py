@@ -329,6 +329,14 @@ class Config:
         minimum=0,
         maximum=7,
     )
+    relaxed_ordering: bool = _setting(
+        False,
+        "flag",
+        "yes or no",
+        "Lets NICs store what peers write in any order (IBV_ACCESS_RELAXED_ORDERING), which some "
+        "hosts need for full speed; each write without a notification then ends with a small read "
+        "on each queue pair it used.",
+    )
     bind_address: str | None = _setting(
         None,
         "text",

@@ -32,13 +32,17 @@ class Memory(NamedTuple):
     """What must live as long as the memory is used: it holds the object given, and its exported
     memory. None for a bare ``(addr, size)``."""
 
+    device: str | None = None
+    """Where its owner says that it is, when not in host memory: "cuda:3", or "cuda" for a GPU that
+    is not named."""
+
 
 def locate(memory: object) -> Memory:
     """Where ``memory`` is: ``(addr, size)``, or an object with the buffer protocol,
-    ``__dlpack__`` or ``__array_interface__``, tried in this order.
+    ``__dlpack__``, ``__cuda_array_interface__`` or ``__array_interface__``, tried in this order.
 
     Raises :class:`~aioflagcx.errors.RegistrationError` for what is none of these, is empty,
-    is not contiguous (naming its strides) or is not in host memory.
+    is not contiguous (naming its strides) or is neither in host memory nor in a CUDA device's.
     """
     if isinstance(memory, tuple):
         found = _from_pair(memory)
@@ -49,7 +53,7 @@ def locate(memory: object) -> Memory:
     elif hasattr(memory, "__dlpack__") and hasattr(memory, "__dlpack_device__"):
         found = _from_dlpack(memory)
     elif hasattr(memory, "__cuda_array_interface__"):
-        raise RegistrationError(f"{_name(memory)} is CUDA memory: no device here can reach it")
+        found = _from_array_interface(memory, "__cuda_array_interface__")._replace(device="cuda")
     elif hasattr(memory, "__array_interface__"):
         found = _from_array_interface(memory)
     else:
@@ -117,8 +121,9 @@ def _from_dlpack(memory: Any) -> Memory:
             "falsify: register its .detach()"
         )
     try:
-        device, _ = memory.__dlpack_device__()
-        tensor = _dlpack.export(memory) if device in _dlpack.HOST_DEVICES else None
+        device, number = memory.__dlpack_device__()
+        known = device in _dlpack.HOST_DEVICES or device == _dlpack.CUDA
+        tensor = _dlpack.export(memory, device) if known else None
     except Exception as error:  # whatever its library raises
         raise RegistrationError(
             f"{_name(memory)} cannot be exported by DLPack", cause=error
@@ -131,22 +136,22 @@ def _from_dlpack(memory: Any) -> Memory:
         raise RegistrationError(f"{_name(memory)} exports a copy of itself, not its memory")
     if not _is_contiguous(tensor.shape, tensor.strides):
         raise _not_contiguous(memory, tensor.shape, tensor.strides, "elements")
-    return Memory(tensor.addr, tensor.nbytes, not tensor.readonly, (memory, tensor.capsule))
+    place = f"cuda:{number}" if device == _dlpack.CUDA else None
+    owner = (memory, tensor.capsule)
+    return Memory(tensor.addr, tensor.nbytes, not tensor.readonly, owner, place)
 
 
-def _from_array_interface(memory: Any) -> Memory:
-    interface = memory.__array_interface__
+def _from_array_interface(memory: Any, attribute: str = "__array_interface__") -> Memory:
+    interface = getattr(memory, attribute)
     data = interface.get("data")
     if not isinstance(data, tuple):
-        raise RegistrationError(f"{_name(memory)}.__array_interface__ gives no address")
+        raise RegistrationError(f"{_name(memory)}.{attribute} gives no address")
     try:
         addr, readonly = operator.index(data[0]), data[1]
         shape = tuple(map(operator.index, interface["shape"]))
         itemsize = np.dtype(interface["typestr"]).itemsize
     except (LookupError, TypeError, ValueError) as error:
-        raise RegistrationError(
-            f"{_name(memory)}.__array_interface__ is none", cause=error
-        ) from error
+        raise RegistrationError(f"{_name(memory)}.{attribute} is none", cause=error) from error
     strides = interface.get("strides")
     if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
         raise _not_contiguous(memory, shape, tuple(strides))

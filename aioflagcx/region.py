@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ._native import ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE, RegionRecord
 from .errors import RegistrationError
 from .memory import Memory
+from .topology import ANYWHERE
 
 __all__ = ["ACCESS_BITS", "AnyRegion", "Region", "RegionState", "RemoteRegion"]
 
@@ -72,21 +73,28 @@ class Region(AnyRegion):
 
     Its memory's owner is kept alive until :meth:`Engine.deregister` has finished, and beyond that
     by each view. All views are of the memory itself: :meth:`view`, :meth:`numpy`, and what array
-    libraries make of a region by DLPack.
+    libraries make of a region by DLPack. Memory of a GPU has no views.
     """
 
     __slots__ = (
         "__weakref__",
         "_count",
+        "_device",
         "_id",
         "_more_owners",
         "_owner",
         "_ready",
         "_state",
         "_writable",
+        "location",
     )
 
-    def __init__(self, memory: Memory, access: str, name: str | None) -> None:
+    location: str
+    """What it is next to: "cuda:3", "cpu:0", or "*" when that is not known."""
+
+    def __init__(
+        self, memory: Memory, access: str, name: str | None, location: str = ANYWHERE
+    ) -> None:
         self.addr = memory.addr
         self.size = memory.size
         self.name = name
@@ -95,6 +103,8 @@ class Region(AnyRegion):
         self._state = RegionState.REGISTERING
         self._count = 0
         self._writable = memory.writable
+        self._device = memory.device  # of a GPU; None for memory that the CPU can touch
+        self.location = location
         self._ready: asyncio.Future[None] | None = None  # while it is being registered
         # One object for most regions: the garbage collector looks at each that there is.
         self._owner = memory.owner
@@ -104,10 +114,16 @@ class Region(AnyRegion):
         """The region's bytes, read-only when the memory is; keeps the region's memory alive,
         also after the region was deregistered and its engine closed.
 
-        Raises :class:`~aioflagcx.errors.RegistrationError` after the region was deregistered.
+        Raises :class:`~aioflagcx.errors.RegistrationError` after the region was deregistered, and
+        for memory of a GPU.
         """
         if self._state is not RegionState.REGISTERED:
             raise RegistrationError(f"{self!r} is not registered", address=self.addr)
+        if self._device is not None:
+            raise RegistrationError(
+                f"{self!r} is memory of a GPU, which has no view: use what it was registered from",
+                address=self.addr,
+            )
         array = (ctypes.c_ubyte * self.size).from_address(self.addr)
         array._owners = self._owners()  # type: ignore[attr-defined]
         view = memoryview(array).cast("B")

@@ -19,6 +19,7 @@ from .errors import DeregisterTimeout, EngineClosed, RegistrationError
 from .memory import Memory, locate
 from .region import ACCESS_BITS, Region, RegionState
 from .threads import NativeThreads
+from .topology import ANYWHERE, Topology
 
 __all__ = ["Registry"]
 
@@ -36,6 +37,9 @@ _DRAIN_SLICE = 0.1
 _CLOSE_TIMEOUT = 1.0
 """Seconds that closing waits for peers to let go; the native core then takes it from them."""
 
+_OF_GPU = 3
+"""What :meth:`_native.TransferEngine.check_mapped` calls memory of a GPU."""
+
 _MAX_NAME = 1024
 """Bytes of the longest region name, in UTF-8."""
 
@@ -48,8 +52,12 @@ class Registry:
         native: _native.TransferEngine,
         threads: NativeThreads,
         changed: Callable[[], None],
+        topology: Topology,
     ) -> None:
         self._native = native
+        self._topology = topology
+        self._device_names = list(native.devices)
+        self._takes_device_memory = native.takes_device_memory
         self._threads = threads
         self._changed = changed
         self._by_range: dict[tuple[int, int], Region] = {}
@@ -62,14 +70,28 @@ class Registry:
         self._closed = False
 
     async def register(
-        self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
+        self,
+        memories: Sequence[object],
+        names: Sequence[str | None] | None,
+        access: str,
+        location: str | None = None,
     ) -> list[Region]:
         """Register all of them or, when that fails or is cancelled, none."""
         _check_access(access)
+        if location is not None:
+            self._nearest(location)
         if names is not None and len(names) != len(memories):
             raise RegistrationError(f"{len(memories)} memories but {len(names)} names")
         with self._at_work():
-            return await self._register(memories, names, access)
+            return await self._register(memories, names, access, location)
+
+    def _nearest(self, location: str) -> int:
+        """The devices next to ``location``, by the bits of their indices; 0: any."""
+        try:
+            near = self._topology.nearest(location, self._device_names)
+        except ValueError as error:
+            raise RegistrationError(str(error)) from None
+        return sum(1 << self._device_names.index(name) for name in near)
 
     async def alloc(self, size: object, name: str | None, access: str, huge_pages: bool) -> Region:
         """Register memory made for it, which goes with the region and its last view."""
@@ -80,7 +102,7 @@ class Registry:
             raise self._name_in_use(name)
         with self._at_work():
             allocation = await allocate(self._threads, number, huge_pages, self._check_open)
-            [region] = await self._register([allocation], [name], access)
+            [region] = await self._register([allocation], [name], access, None)
             return region
 
     @contextlib.contextmanager
@@ -100,7 +122,11 @@ class Registry:
             raise EngineClosed("the engine is closed, or was closed meanwhile")
 
     async def _register(
-        self, memories: Sequence[object], names: Sequence[str | None] | None, access: str
+        self,
+        memories: Sequence[object],
+        names: Sequence[str | None] | None,
+        access: str,
+        location: str | None,
     ) -> list[Region]:
         regions: list[Region] = []
         new: list[Region] = []
@@ -110,7 +136,7 @@ class Registry:
                 if index % _TURN == _TURN - 1:
                     await asyncio.sleep(0)
                 name = None if names is None else names[index]
-                region = self._reserve(locate(memory), memory, access, name)
+                region = self._reserve(locate(memory), memory, access, name, location)
                 regions.append(region)
                 if region._count == 1:
                     region._ready = ready
@@ -128,16 +154,24 @@ class Registry:
             raise
         return regions
 
-    def _reserve(self, memory: Memory, given: object, access: str, name: str | None) -> Region:
+    def _reserve(
+        self, memory: Memory, given: object, access: str, name: str | None, location: str | None
+    ) -> Region:
         """Count one more use of the range; with the first, the region is to be registered."""
         self._check_open()
         _check_name(name)
+        if memory.device is not None and not self._takes_device_memory:
+            raise self._out_of_reach(memory.addr, memory.size, memory.device)
+        if location is None:  # as its owner says, if that tells which GPU it is
+            known = memory.device in self._topology.gpus
+            location = memory.device if known and memory.device else ANYWHERE
         region = self._by_range.get((memory.addr, memory.size))
         if region is not None:
-            if region.access != access or region.name != name:
+            if (region.access, region.name, region.location) != (access, name, location):
                 raise RegistrationError(
                     f"the same memory is registered already as {region!r}: deregister it before "
-                    f"registering it with access {access!r} and name {name!r}",
+                    f"registering it with access {access!r}, name {name!r} and location "
+                    f"{location!r}",
                     address=memory.addr,
                 )
         else:
@@ -149,7 +183,7 @@ class Registry:
                     'access "read"',
                     address=memory.addr,
                 )
-            region = Region(memory, access, name)
+            region = Region(memory, access, name, location)
             self._by_range[memory.addr, memory.size] = region
             if name is not None:
                 self._by_name[name] = region
@@ -157,6 +191,14 @@ class Registry:
         if region._count > 1:
             region._keep(given, memory.owner)
         return region
+
+    def _out_of_reach(self, addr: int, size: int, device: str) -> RegistrationError:
+        return RegistrationError(
+            f"{addr:#x}+{size} is memory of a GPU ({device}), which only RDMA devices reach, and "
+            f"this engine has {', '.join(self._device_names)}: register a copy in host memory, or "
+            "use RDMA devices",
+            address=addr,
+        )
 
     def _name_in_use(self, name: str) -> RegistrationError:
         return RegistrationError(f"name {name!r} is in use for {self._by_name[name]!r}")
@@ -196,10 +238,18 @@ class Registry:
         if not usable.all():
             index = int(np.argmin(usable))
             raise _unusable(regions[index], int(mapped[index]))
-        writable = (mapped == 2) & allowed
+        of_gpu = mapped == _OF_GPU
+        for index in np.flatnonzero(of_gpu).tolist():
+            region = regions[index]
+            region._device = region._device or "cuda"
+            if not self._takes_device_memory:
+                raise self._out_of_reach(region.addr, region.size, region._device)
+        writable = (mapped >= 2) & allowed
         names = [region.name for region in regions]
+        near = {place: self._nearest(place) for place in {region.location for region in regions}}
+        nearest = np.fromiter((near[region.location] for region in regions), np.uint64, count)
         try:
-            ids = self._native.register(addrs, sizes, ACCESS_BITS[access], writable, names)
+            ids = self._native.register(addrs, sizes, ACCESS_BITS[access], writable, names, nearest)
         except _native.NativeError as error:
             raise RegistrationError(
                 f"registration failed in {error.call}: {error.detail}", cause=error
@@ -315,10 +365,10 @@ class Registry:
 
 def _unusable(region: Region, mapping: int) -> RegistrationError:
     if mapping == 0:
-        return RegistrationError(
-            f"{region.addr:#x}+{region.size} is not mapped as a whole in this process",
-            address=region.addr,
-        )
+        words = f"{region.addr:#x}+{region.size} is not mapped as a whole in this process"
+        if region._device is not None:
+            words += f", and no memory of {region._device} that the CUDA driver knows"
+        return RegistrationError(words, address=region.addr)
     return RegistrationError(
         f"{region.addr:#x}+{region.size} is mapped read-only, so peers cannot have "
         f'access {region.access!r}: use access "read"',

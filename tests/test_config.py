@@ -50,6 +50,7 @@ DEFAULTS = {
     "service_level": 0,
     "qp_timeout": 16,
     "qp_retry_count": 6,
+    "relaxed_ordering": False,
     "bind_address": None,
     "log_level": None,
 }

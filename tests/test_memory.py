@@ -100,15 +100,16 @@ class Tensor:
         return self.device, 0
 
     def __dlpack__(self, **arguments: object) -> Any:
-        if arguments and not self.version:
+        if "max_version" in arguments and not self.version:
             raise TypeError("unexpected keyword argument")
+        self.options = arguments
         name = b"dltensor_versioned" if self.version else b"dltensor"
         return new_capsule(ctypes.addressof(self._managed), name, None)
 
 
 def test_address_and_size() -> None:
     found = locate((0x1000, 64))
-    assert found == (0x1000, 64, None, None)
+    assert found == (0x1000, 64, None, None, None)
     assert locate((np.int64(4096), np.uint32(64)))[:2] == (4096, 64)
 
 
@@ -203,9 +204,21 @@ def test_dlpack_flags() -> None:
         locate(Tensor((4,), version=2))
 
 
-@pytest.mark.parametrize("device", [2, 10, 13, 99])
-def test_memory_of_a_gpu_is_refused_naming_it(device: int) -> None:
-    with pytest.raises(RegistrationError, match=r"CUDA|ROCm|99"):
+@pytest.mark.parametrize("version", [0, 1])
+def test_dlpack_memory_of_a_cuda_device(version: int) -> None:
+    tensor = Tensor((3, 4), device=2, version=version, offset=32)
+    found = locate(tensor)
+    assert (found.addr, found.size) == (address(tensor.memory) + 32, 3 * 4 * 2)
+    assert found.device == "cuda:0"
+    assert tensor.options["stream"] == -1  # nothing is waited for
+    host = Tensor((3, 4), version=version)
+    assert locate(host).device is None
+    assert "stream" not in host.options
+
+
+@pytest.mark.parametrize(("device", "name"), [(10, "ROCm"), (13, "CUDA managed"), (99, "type 99")])
+def test_other_devices_memory_is_refused_naming_it(device: int, name: str) -> None:
+    with pytest.raises(RegistrationError, match=name):
         locate(Tensor((4,), device=device))
 
 
@@ -249,13 +262,18 @@ def test_whatever_an_exporter_raises_is_a_registration_error() -> None:
         locate(Broken())
 
 
-def test_cuda_array_interface_is_refused() -> None:
-    class Cuda:
-        def __init__(self) -> None:
-            self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False)}
+class Cuda:
+    def __init__(self, **interface: Any) -> None:
+        self.__cuda_array_interface__ = interface
 
-    with pytest.raises(RegistrationError, match="CUDA"):
-        locate(Cuda())
+
+def test_cuda_array_interface() -> None:
+    memory = Cuda(shape=(4, 2), typestr="<f4", data=(4096, True), strides=(4, 16))
+    assert locate(memory) == (4096, 32, False, memory, "cuda")
+    with pytest.raises(RegistrationError, match="not contiguous"):
+        locate(Cuda(shape=(4, 2), typestr="<f4", data=(4096, False), strides=(16, 4)))
+    with pytest.raises(RegistrationError, match="__cuda_array_interface__ is none"):
+        locate(Cuda(data=(4096, False)))
 
 
 @pytest.mark.parametrize("memory", [None, 4096, "text", [1, 2], object()])

@@ -187,24 +187,33 @@ class Engine:
     # Memory ----------------------------------------------------------------------------------
 
     def register(
-        self, memory: object, *, name: str | None = None, access: str = "read_write"
+        self,
+        memory: object,
+        *,
+        name: str | None = None,
+        access: str = "read_write",
+        location: str | None = None,
     ) -> Region:
         """Make memory usable for transfers, and peers able to reach it.
 
-        ``memory``: an object with the buffer protocol, ``__dlpack__`` or ``__array_interface__``
-        in host memory, contiguous, or ``(addr, size)`` in bytes. The object is kept alive until
-        the region is deregistered. ``name``: how peers find it, unique in this engine.
-        ``access``: what peers may do, "read", "write" or "read_write"; our own transfers can use
-        it either way.
+        ``memory``: an object with the buffer protocol, ``__dlpack__``,
+        ``__cuda_array_interface__`` or ``__array_interface__``, contiguous, or ``(addr, size)`` in
+        bytes. The object is kept alive until the region is deregistered. Memory of a GPU needs RDMA
+        devices. ``name``: how peers find it, unique in this engine. ``access``: what peers may do,
+        "read", "write" or "read_write"; our own transfers can use it either way.
 
-        The same range with the same access and name gives the same region again, and is
+        ``location``: what the memory is next to, "cpu:N" for NUMA node N, "cuda:N" for GPU N, "*"
+        for anything; by default what the object says. Transfers from and to it take the RDMA
+        devices nearest to that, as long as one of them is up (``aioflagcx topology`` shows which).
+
+        The same range with the same access, name and location gives the same region again, and is
         deregistered as often as it was registered. Ranges may overlap.
 
         Raises :class:`~aioflagcx.errors.RegistrationError`.
         """
         loop, assembly = self._started()
         return loop.run(
-            lambda: self._engine.register(memory, name=name, access=access),
+            lambda: self._engine.register(memory, name=name, access=access, location=location),
             lambda region: assembly.registry._unreserve([region]),
         )
 

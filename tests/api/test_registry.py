@@ -123,11 +123,30 @@ async def test_every_object_that_the_same_memory_was_given_as_is_kept(engine: En
 async def test_the_same_range_with_another_access_or_name(engine: Engine) -> None:
     memory = bytearray(64)
     await engine.register(memory, name="a")
-    for options in ({"name": "b"}, {"name": None}, {"name": "a", "access": "read"}):
+    for options in (
+        {"name": "b"},
+        {"name": None},
+        {"name": "a", "access": "read"},
+        {"name": "a", "location": "cpu:0"},
+    ):
         with pytest.raises(RegistrationError, match="registered already"):
             await engine.register(memory, **options)
     with pytest.raises(RegistrationError, match="in use"):
         await engine.register(bytearray(64), name="a")
+
+
+async def test_a_location_is_any_unless_it_is_told(engine: Engine) -> None:
+    assert (await engine.register(bytearray(64))).location == "*"
+    region = await engine.register(bytearray(64), location="cuda:3")  # all the same to soft devices
+    assert region.location == "cuda:3"
+    assert await engine.write(engine.session_id, region, region, 64) == 64
+
+
+@pytest.mark.parametrize("location", ["", "gpu:0", "cpu:x", 3])
+async def test_what_is_no_location(engine: Engine, location: Any) -> None:
+    with pytest.raises(RegistrationError, match='accepted are "cpu:N" for NUMA node N'):
+        await engine.register(bytearray(64), location=location)
+    assert engine.stats().regions == 0
 
 
 async def test_overlapping_regions_are_allowed(engine: Engine) -> None:
