@@ -186,14 +186,19 @@ class Engine:
         return region
 
     async def register_many(
-        self, memories: Iterable[object], *, names: Iterable[str | None] | None = None
+        self,
+        memories: Iterable[object],
+        *,
+        names: Iterable[str | None] | None = None,
+        location: str | None = None,
     ) -> list[Region]:
         """:meth:`register` for many, with access "read_write": all of them or none.
 
-        ``names``: as many as memories, None for one without.
+        ``names``: as many as memories, None for one without. ``location``: of all of them.
         """
         all_names = None if names is None else list(names)
-        return await self._assembly().registry.register(list(memories), all_names, "read_write")
+        registry = self._assembly().registry
+        return await registry.register(list(memories), all_names, "read_write", location)
 
     async def alloc(
         self,

@@ -10,6 +10,7 @@ from . import _native
 from .errors import RemoteAddressError
 from .notifications import Outgoing
 from .region import RemoteRegion
+from .waiting import DEFAULT, Timeout, seconds
 
 if TYPE_CHECKING:
     from .link import Link
@@ -106,13 +107,14 @@ class Session(AnySession):
         outgoing = Outgoing.checked(name, payload, config)
         await self._link.notify(outgoing, config.transfer_timeout)
 
-    async def refresh(self) -> None:
-        """Bring the table of the peer's regions up to date, within transfer_timeout.
+    async def refresh(self, *, timeout: Timeout = DEFAULT) -> None:
+        """Bring the table of the peer's regions up to date, within ``timeout`` seconds.
 
-        Seldom needed: peers push changes, and a transfer that misses an address asks by itself.
+        By default transfer_timeout; None: no limit. Seldom needed: peers push changes, and a
+        transfer that misses an address asks by itself.
         Raises :class:`~aioflagcx.errors.TransferTimeout`, :class:`~aioflagcx.errors.PeerLost`.
         """
-        await self._link.table.refresh(self._runtime.config.transfer_timeout)
+        await self._link.table.refresh(seconds(timeout, self._runtime.config.transfer_timeout))
 
     async def close(self) -> None:
         """Cancel the session's transfers, wait until they are quiet, and say goodbye.

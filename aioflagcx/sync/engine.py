@@ -151,6 +151,12 @@ class Engine:
         loop = getattr(self, "_loop", None)
         if loop is not None and not loop.forked:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Close in the background, for finalizers, which may run anywhere and must not wait."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.forked:
             loop.abandon(self._engine.close)
 
     def __repr__(self) -> str:
@@ -218,17 +224,21 @@ class Engine:
         )
 
     def register_many(
-        self, memories: Iterable[object], *, names: Iterable[str | None] | None = None
+        self,
+        memories: Iterable[object],
+        *,
+        names: Iterable[str | None] | None = None,
+        location: str | None = None,
     ) -> list[Region]:
         """:meth:`register` for many, with access "read_write": all of them or none.
 
-        ``names``: as many as memories, None for one without.
+        ``names``: as many as memories, None for one without. ``location``: of all of them.
         """
         loop, assembly = self._started()
         all_memories = list(memories)
         all_names = None if names is None else list(names)
         return loop.run(
-            lambda: self._engine.register_many(all_memories, names=all_names),
+            lambda: self._engine.register_many(all_memories, names=all_names, location=location),
             assembly.registry._unreserve,
         )
 

@@ -45,6 +45,30 @@ class Notifications:
             raise EngineClosed("the engine is closed: there will be no more notifications")
         return item
 
+    def get_all(self) -> list[Notification]:
+        """Those that are queued, without waiting for more; none when iteration has ended."""
+        queue, loop = self._queue, self._loop
+        if self._ended or loop is None:
+            return []
+
+        async def take_all() -> list[Notification]:
+            items = []
+            while len(queue):
+                item = await queue.take()  # does not suspend
+                assert item is not None
+                items.append(item)
+            return items
+
+        def give_back(items: list[Notification]) -> None:
+            for item in reversed(items):
+                queue.give_back(item)
+
+        try:
+            return loop.run(take_all, give_back)
+        except EngineClosed:
+            rest = iter(queue.take_rest, None)
+            return list(rest)
+
     def _next(self, limit: float | None) -> Notification | None:
         """The next one; None when the queue is closed and empty."""
         queue, loop = self._queue, self._loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..session import AnySession
 from ..session import Session as LoopSession
+from ..waiting import DEFAULT, Timeout
 from .loop_thread import LoopThread
 
 __all__ = ["Session"]
@@ -36,13 +37,14 @@ class Session(AnySession):
         """
         self._loop.run(lambda: self._session.notify(name, payload))
 
-    def refresh(self) -> None:
-        """Bring the table of the peer's regions up to date, within transfer_timeout.
+    def refresh(self, *, timeout: Timeout = DEFAULT) -> None:
+        """Bring the table of the peer's regions up to date, within ``timeout`` seconds.
 
-        Seldom needed: peers push changes, and a transfer that misses an address asks by itself.
+        By default transfer_timeout; None: no limit. Seldom needed: peers push changes, and a
+        transfer that misses an address asks by itself.
         Raises :class:`~aioflagcx.errors.TransferTimeout`, :class:`~aioflagcx.errors.PeerLost`.
         """
-        self._loop.run(self._session.refresh)
+        self._loop.run(lambda: self._session.refresh(timeout=timeout))
 
     def close(self) -> None:
         """Cancel the session's transfers, wait until they are quiet, and say goodbye.

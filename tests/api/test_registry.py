@@ -208,6 +208,14 @@ async def test_what_cannot_be_registered(engine: Engine, memory: Any) -> None:
 # Many ------------------------------------------------------------------------------------------
 
 
+async def test_many_have_one_location(engine: Engine) -> None:
+    memories = [np.zeros(4096, np.uint8) for _ in range(3)]
+    with pytest.raises(RegistrationError, match="npu:0"):
+        await engine.register_many(memories, location="npu:0")
+    regions = await engine.register_many(memories, location="cpu:0")
+    assert [region.location for region in regions] == ["cpu:0"] * 3
+
+
 async def test_register_many(engine: Engine) -> None:
     memories = [np.zeros(64, np.uint8) for _ in range(1000)]
     regions = await engine.register_many(memories, names=[f"r{i}" for i in range(1000)])

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api.pair import silent_peer
-from sync.threads_pair import InThread, Pair, together, until
+from sync.threads_pair import InThread, Pair, blocked_loop, together, until
 
 import aioflagcx
 from aioflagcx import Config
@@ -29,6 +30,7 @@ from aioflagcx.errors import (
     RegistrationError,
     TransferCancelled,
     TransferError,
+    TransferTimeout,
 )
 from aioflagcx.sync import Engine
 
@@ -408,3 +410,14 @@ def test_an_engine_that_was_never_started_is_dropped_silently() -> None:
         warnings.simplefilter("error")
         Engine()
         gc.collect()
+
+
+def test_a_refresh_takes_the_time_it_is_given(pair: Pair) -> None:
+    with blocked_loop(pair.theirs):
+        started = time.monotonic()
+        with pytest.raises(TransferTimeout):
+            pair.session.refresh(timeout=0.1)
+        assert 0.1 <= time.monotonic() - started < 5
+    pair.session.refresh(timeout=20)
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        pair.session.refresh(timeout=0)

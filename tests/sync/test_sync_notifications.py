@@ -77,3 +77,16 @@ def test_what_is_queued_can_be_taken_after_the_end(pair: Pair) -> None:
     assert list(pair.theirs.notifications()) == []  # as with the asyncio engine
     with pytest.raises(EngineClosed):
         notes.get()
+
+
+def test_all_that_are_there_are_taken_at_once(pair: Pair) -> None:
+    notes = pair.theirs.notifications()
+    assert notes.get_all() == []
+    for index in range(50):
+        pair.session.notify(str(index), b"")
+    assert [note.name for note in notes.get_all()] == [str(index) for index in range(50)]
+    assert notes.get_all() == []
+    pair.session.notify("last", b"")
+    pair.theirs.close()
+    assert [note.name for note in notes.get_all()] == ["last"]
+    assert notes.get_all() == []
