@@ -212,6 +212,8 @@ class TransferEngine:
         """(full, base, generation, table, removed) for a metadata message; 0 gives the whole."""
 
     def region(self, region_id: int) -> RegionRecord | None: ...
+    def rkey(self, region_id: int, addr: int) -> int | None:
+        """The first device's key for the region's byte at `addr`."""
 
     # Peers ----------------------------------------------------------------------------------
     def create_session(self, peer: str) -> Session: ...
@@ -310,6 +312,9 @@ class Session:
 
     def find(self, addr: int, size: int) -> RegionRecord | None:
         """The smallest region holding the whole range."""
+
+    def rkey(self, addr: int, size: int) -> int | None:
+        """The first rail's key for the byte at `addr`, in the region that `find` gives."""
 
     def find_name(self, name: str) -> RegionRecord | None: ...
     def region_at(self, index: int) -> RegionRecord:

@@ -305,6 +305,17 @@ std::optional<TableRecord> LocalTable::find(std::uint64_t id, std::string* name)
     return record;
 }
 
+std::optional<std::uint32_t> LocalTable::rkey(std::uint64_t id, std::uint64_t addr) {
+    const std::lock_guard lock(mutex_);
+    const auto found = live_.find(id);
+    if (found == live_.end()) return std::nullopt;
+    const LocalRegion& region = *found->second;
+    if (addr < region.spec.addr || addr - region.spec.addr >= region.spec.size) {
+        return std::nullopt;
+    }
+    return region.mr(0, addr).rkey();
+}
+
 std::vector<std::uint64_t> LocalTable::ids() {
     const std::lock_guard lock(mutex_);
     std::vector<std::uint64_t> all;

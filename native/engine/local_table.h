@@ -100,6 +100,8 @@ class LocalTable {
     std::uint64_t generation();
     std::size_t size();
     std::optional<TableRecord> find(std::uint64_t id, std::string* name);
+    // What a live region's byte at `addr` is reached by on the first device.
+    std::optional<std::uint32_t> rkey(std::uint64_t id, std::uint64_t addr);
     std::vector<std::uint64_t> ids();
 
   private:

@@ -231,6 +231,12 @@ void bind_engine(py::module_& module) {
             py::arg("region_ids"), py::arg("timeout"))
         .def("table_since", &table_since, py::arg("generation"))
         .def("region", &region, py::arg("region_id"))
+        .def(
+            "rkey",
+            [](TransferEngine& self, std::uint64_t id, std::uint64_t addr) {
+                return self.regions()->rkey(id, addr);
+            },
+            py::arg("region_id"), py::arg("addr"))
         .def("create_session", &TransferEngine::create_session, py::arg("peer"))
         .def(
             "create_responder",

@@ -88,6 +88,14 @@ py::object find(Session& self, std::uint64_t addr, std::uint64_t size) {
                          found == engine::AddressIndex::kNone ? nullptr : &table->record(found));
 }
 
+std::optional<std::uint32_t> rkey(Session& self, std::uint64_t addr, std::uint64_t size) {
+    const auto table = self.table();
+    const std::size_t found = table->index().find(addr, size, 0);
+    if (found == engine::AddressIndex::kNone) return std::nullopt;
+    const engine::TableRecord& record = table->record(found);
+    return table->data().keys[record.key_off + (addr - record.addr) / record.chunk_size];
+}
+
 py::object find_name(Session& self, const std::string& name) {
     const auto table = self.table();
     return record_object(*table, table->find_name(name));
@@ -183,6 +191,7 @@ void bind_session(py::module_& module) {
              py::arg("table"), py::arg("removed"))
         .def("find", &find, py::arg("addr"), py::arg("size"))
         .def("find_name", &find_name, py::arg("name"))
+        .def("rkey", &rkey, py::arg("addr"), py::arg("size"))
         .def("region_at", &region_at, py::arg("index"))
         .def("names", &names)
         .def("submit", &submit, py::arg("request"), py::arg("id"), py::arg("imm") = 0,
