@@ -1,0 +1,46 @@
+"""Engines by the names that other projects give them, and peers in other processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from integrations.processes import Target, running
+
+from aioflagcx.integrations.mooncake import TransferEngine
+
+
+@pytest.fixture(params=["local", "tcp"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How data moves between processes of this host; for this one and those it starts."""
+    monkeypatch.setenv("AIOFLAGCX_SOFT_PATHS", f"process,{request.param}")
+    return str(request.param)
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[[], TransferEngine]]:
+    """Makes engines, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*, initialized: bool = True) -> TransferEngine:
+            engine = TransferEngine()
+            stack.callback(engine.close)
+            if initialized:
+                code = engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+                assert code == 0, engine.last_error()
+            return engine
+
+        yield make
+
+
+@pytest.fixture
+def engine(engines: Callable[[], TransferEngine]) -> TransferEngine:
+    return engines()
+
+
+@pytest.fixture
+def targets() -> Iterator[Callable[..., Target]]:
+    """Starts peers, as `processes.running` does."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(running(*args, **kwargs))
