@@ -1,0 +1,7 @@
+"""The package of the top of FlagCX's plugins, of which ours is a part."""
+
+from __future__ import annotations
+
+import pkgutil
+
+__path__ = pkgutil.extend_path(__path__, __name__)
