@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/usage.md").read_text(), re.DOTALL)
+PROGRAMS = [
+    program
+    for page in ("usage", "integrations")
+    for program in re.findall(
+        r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL
+    )
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_programs_in_the_usage_guide_run(program: str) -> None:
+def test_the_programs_in_the_manual_run(program: str) -> None:
     if sys.version_info < (3, 11):
         program = program.replace("asyncio.timeout(5)", "contextlib.AsyncExitStack()")
         program = "import contextlib\n" + program
