@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from . import errors
+from .blocks import BlockLayout, BlockSpan
 from .config import Config
 from .engine import Engine
 from .errors import AioFlagcxError
@@ -20,6 +21,8 @@ from .waiting import DEFAULT
 __all__ = [
     "DEFAULT",
     "AioFlagcxError",
+    "BlockLayout",
+    "BlockSpan",
     "Config",
     "Engine",
     "Notification",

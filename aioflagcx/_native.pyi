@@ -232,11 +232,32 @@ class TransferEngine:
     def rail_bytes(self) -> dict[str, int]:
         """Bytes moved by each rail, by "local->remote" device names, over all sessions."""
 
+class BlockLayout:
+    """How the blocks of pools lie on both sides."""
+
+    block_bytes: int  # that are moved for one block
+
+    def __init__(self, spans: npt.NDArray[np.uint64], src_blocks: int, dst_blocks: int) -> None:
+        """`spans`: the fields of aioflagcx.BlockSpan in their order, shape (n, 8). ValueError names
+        the index of one that cannot be."""
+
 class Request:
     """One transfer's pieces: checked, copied, resolved locally; holds its local regions."""
 
     bytes_total: int
-    pieces: int  # after dropping zero lengths
+    pieces: int  # after dropping zero lengths; of blocks, how many spans
+
+    @staticmethod
+    def blocks(
+        engine: TransferEngine,
+        layouts: list[BlockLayout],
+        src: list[npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
+        dst: list[npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
+    ) -> Request:
+        """A write of the blocks `src` to `dst`, for each layout.
+
+        ValueError naming the index: no block of the pool, unequal lengths. LocalMiss: of a span's
+        whole pool here."""
 
     def __init__(
         self,

@@ -10,11 +10,12 @@ from types import TracebackType
 
 from . import _native
 from .assembly import Assembly, check_devices
+from .blocks import BlockIds, BlockLayout
 from .config import Config
 from .errors import ConfigError, EngineClosed
 from .notifications import Notification, NotificationQueue, Outgoing
 from .pieces import Addresses, Pieces
-from .posting import launch, make_request
+from .posting import launch, make_block_request, make_request
 from .region import Region
 from .session import Session
 from .stats import Stats
@@ -335,6 +336,34 @@ class Engine:
         transfer = self._submit(_native.OP_READ, session, local, remote, lens, None, timeout)
         return await transfer
 
+    async def write_blocks(
+        self,
+        session: Session | str,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+        *,
+        notify: tuple[str, bytes] | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> int:
+        """:meth:`write` of blocks of a paged cache, by their ids.
+
+        ``src_blocks[i]`` of ours goes to ``dst_blocks[i]`` of the peer's.
+
+        ``layout``: where the pools and their blocks are; every pool lies in one region on either
+        side. ``src_blocks`` and ``dst_blocks``: equally long sequences of block ids, or integer
+        arrays. For several kinds of blocks in one transfer, all three are sequences of these.
+        Blocks are expanded as they are sent, so that 61 layers of 4,096 blocks cost the caller no
+        more than the ids do.
+
+        Everything else is as for :meth:`write`. ValueError also tells of ids that are no block of
+        the pool; the index of :class:`~aioflagcx.errors.LocalAddressError` and
+        :class:`~aioflagcx.errors.RemoteAddressError` is that of the span.
+        """
+        return await self.submit_write_blocks(
+            session, layout, src_blocks, dst_blocks, notify=notify, timeout=timeout
+        )
+
     def submit_write(
         self,
         session: Session | str,
@@ -364,6 +393,21 @@ class Engine:
         """:meth:`read` that returns at once; see :meth:`submit_write`."""
         return self._submit(_native.OP_READ, session, local, remote, lens, None, timeout)
 
+    def submit_write_blocks(
+        self,
+        session: Session | str,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+        *,
+        notify: tuple[str, bytes] | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> Transfer:
+        """:meth:`write_blocks` that returns at once; see :meth:`submit_write`."""
+        assembly = self._assembly()
+        request = make_block_request(assembly.runtime.native, layout, src_blocks, dst_blocks)
+        return self._launch(assembly, request, session, notify, timeout)
+
     def _submit(
         self,
         op: int,
@@ -375,11 +419,21 @@ class Engine:
         timeout: Timeout,
     ) -> Transfer:
         assembly = self._assembly()
+        request = make_request(assembly.runtime.native, self._pieces, op, local, remote, lens)
+        return self._launch(assembly, request, target, notify, timeout)
+
+    def _launch(
+        self,
+        assembly: Assembly,
+        request: _native.Request,
+        target: Session | str,
+        notify: tuple[str, bytes] | None,
+        timeout: Timeout,
+    ) -> Transfer:
         runtime, peers = assembly.runtime, assembly.peers
         limit = self._transfer_timeout if timeout is DEFAULT else seconds(timeout, None)
         session = peers.find(target)
         outgoing = None if notify is None else Outgoing.from_pair(notify, self._config)
-        request = make_request(runtime.native, self._pieces, op, local, remote, lens)
         total = request.bytes_total
         transfer = Transfer(self, runtime.flights, request, total, outgoing, limit)
         launch(peers, transfer, request, session, target)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .region import AnyRegion
 
-__all__ = ["Addresses", "Integers", "Pieces"]
+__all__ = ["Addresses", "Integers", "Pieces", "one_dimensional"]
 
 Integers = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
 Addresses = Any
@@ -70,6 +70,17 @@ class Pieces:
         if not lens_single and (local_single or len(lens_array) != count):
             _unequal("local", local_array, local_single, "lens", lens_array, False)
         return local_array, remote_array, lens_array
+
+
+def one_dimensional(argument: Any, what: str) -> Integers:
+    """``argument`` as a contiguous one-dimensional 64-bit integer array.
+
+    Raises ValueError and TypeError as :meth:`Pieces.arrays` does.
+    """
+    array, single = _array(argument, what)
+    if single:
+        raise TypeError(f"{what}: expected a sequence of integers, not one")
+    return array
 
 
 def _array(argument: Any, what: str) -> tuple[Integers, bool]:

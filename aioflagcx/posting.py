@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from . import _native
+from .blocks import BlockIds, BlockLayout, block_request
 from .errors import AioFlagcxError, NotifyRefused, PeerLost, TransferError
 from .outcomes import local_address_error, remote_address_error
 from .peers import Peers
@@ -14,7 +16,7 @@ from .pieces import Addresses, Pieces
 from .session import AnySession
 from .transfer import Transfer
 
-__all__ = ["launch", "make_request"]
+__all__ = ["launch", "make_block_request", "make_request"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +40,19 @@ def make_request(
     arrays = pieces.arrays(local, remote, lens)
     try:
         return _native.Request(native, op, *arrays)
+    except _native.LocalMiss as miss:
+        raise local_address_error(miss) from None
+
+
+def make_block_request(
+    native: _native.TransferEngine,
+    layout: BlockLayout | Sequence[BlockLayout],
+    src_blocks: BlockIds,
+    dst_blocks: BlockIds,
+) -> _native.Request:
+    """The blocks of a transfer, as :func:`make_request` does it for pieces."""
+    try:
+        return block_request(native, layout, src_blocks, dst_blocks)
     except _native.LocalMiss as miss:
         raise local_address_error(miss) from None
 

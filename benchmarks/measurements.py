@@ -14,7 +14,7 @@ from figures import Figure
 from references import Timing, event_loop_turns, memcpy, python_loop_seconds, raw
 from targets import Target, config, open_target, ordinary_memory
 
-from aioflagcx import Engine, Session
+from aioflagcx import BlockLayout, BlockSpan, Engine, Session
 
 __all__ = ["MEASUREMENTS", "OF_ALLOC", "Setting"]
 
@@ -25,6 +25,7 @@ PIECES = 8_192
 SIZES = (4 * KiB, 64 * KiB, MiB, 4 * MiB, 16 * MiB, 256 * MiB)
 LARGEST = max(SIZES)
 BLOCKS, BLOCK = 4_096, 16 * KiB  # of a KV cache, scattered
+LAYERS = 61
 REGIONS = 30_000
 SESSIONS = 100
 IDLE_SECONDS = 20.0
@@ -36,6 +37,9 @@ LEAST_RATIO = {"local": 0.95, "alloc": 0.9, "tcp": 1.0}
 
 MOST_LATENCY = {"local": 6.0}
 """Microseconds of the median small write."""
+
+MOST_BLOCK_COST = 1000.0
+"""Microseconds that a write of LAYERS times BLOCKS blocks costs its caller."""
 
 MOST_IDLE = 0.1
 """Per cent of a core, of one engine with SESSIONS sessions."""
@@ -221,6 +225,44 @@ async def submit_cost(path: str, setting: Setting) -> AsyncIterator[Figure]:
         )
 
 
+async def block_cost(path: str, setting: Setting) -> AsyncIterator[Figure]:
+    """Of a write of a whole KV cache by block ids, for the caller."""
+    block = 64
+    generator = np.random.default_rng(0)
+    source, target = generator.permutation(BLOCKS), generator.permutation(BLOCKS)
+    ours: list[list[float]] = []
+    theirs = []
+    async with connected(path, LAYERS * BLOCKS * block) as pair:
+        pools = [layer * BLOCKS * block for layer in range(LAYERS)]
+        layout = BlockLayout(
+            [
+                BlockSpan(pair.source + pool, pair.target.address + pool, block, block, block)
+                for pool in pools
+            ],
+            src_blocks=BLOCKS,
+            dst_blocks=BLOCKS,
+        )
+        for _ in range(setting.rounds):
+            times = []
+            end = time.perf_counter() + setting.seconds
+            while (started := time.perf_counter()) < end:
+                transfer = pair.engine.submit_write_blocks(pair.session, layout, source, target)
+                times.append(time.perf_counter() - started)
+                await transfer
+            ours.append(times)
+            theirs.append(python_loop_seconds([source, target]) * 1e6)
+    yield Figure.of(
+        f"submit of {LAYERS} layers x {BLOCKS:,} blocks",
+        path,
+        "p50",
+        "us",
+        [float(np.percentile(times, 50)) * 1e6 for times in ours],
+        theirs,
+        "an empty Python loop over the ids",
+        most=MOST_BLOCK_COST,
+    )
+
+
 async def ticker_delays(path: str, setting: Setting) -> AsyncIterator[Figure]:
     """Of a task that wants to run every millisecond, beside what could hold it up."""
     block = 4 * KiB
@@ -354,6 +396,7 @@ MEASUREMENTS: dict[str, Callable[[str, Setting], AsyncIterator[Figure]]] = {
     "throughput": throughput,
     "latency": latency,
     "submit": submit_cost,
+    "blocks": block_cost,
     "ticker": ticker_delays,
     "idle": idle_cpu,
 }

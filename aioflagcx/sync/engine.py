@@ -11,16 +11,17 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .. import _native, engine
+from ..blocks import BlockIds, BlockLayout
 from ..config import Config
 from ..errors import EngineClosed, LocalAddressError
 from ..notifications import Outgoing
 from ..pieces import Addresses, Pieces
-from ..posting import make_request
+from ..posting import make_block_request, make_request
 from ..region import Region
 from ..stats import Stats
 from ..waiting import DEFAULT, Timeout, seconds
@@ -369,7 +370,8 @@ class Engine:
         :class:`~aioflagcx.errors.ConnectError`; after that, a
         :class:`~aioflagcx.errors.TransferError`.
         """
-        return self._transfer(_native.OP_WRITE, session, src, dst, lens, notify, timeout)
+        make = self._maker(_native.OP_WRITE, src, dst, lens)
+        return self._transfer(make, session, notify, timeout)
 
     def read(
         self,
@@ -384,7 +386,8 @@ class Engine:
 
         Arguments and errors are those of :meth:`write`, with ``local`` the destination.
         """
-        return self._transfer(_native.OP_READ, session, local, remote, lens, None, timeout)
+        make = self._maker(_native.OP_READ, local, remote, lens)
+        return self._transfer(make, session, None, timeout)
 
     def submit_write(
         self,
@@ -401,7 +404,8 @@ class Engine:
         Raises errors in the arguments and :class:`~aioflagcx.errors.LocalAddressError` itself;
         all others come by :meth:`Transfer.result`.
         """
-        return self._submit(_native.OP_WRITE, session, src, dst, lens, notify, timeout)
+        make = self._maker(_native.OP_WRITE, src, dst, lens)
+        return self._submit(make, session, notify, timeout)
 
     def submit_read(
         self,
@@ -413,15 +417,71 @@ class Engine:
         timeout: Timeout = DEFAULT,
     ) -> Transfer:
         """:meth:`read` that returns at once; see :meth:`submit_write`."""
-        return self._submit(_native.OP_READ, session, local, remote, lens, None, timeout)
+        make = self._maker(_native.OP_READ, local, remote, lens)
+        return self._submit(make, session, None, timeout)
+
+    def write_blocks(
+        self,
+        session: Session | str,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+        *,
+        notify: tuple[str, bytes] | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> int:
+        """:meth:`write` of blocks of a paged cache, by their ids.
+
+        ``src_blocks[i]`` of ours goes to ``dst_blocks[i]`` of the peer's.
+
+        ``layout``: where the pools and their blocks are; every pool lies in one region on either
+        side. ``src_blocks`` and ``dst_blocks``: equally long sequences of block ids, or integer
+        arrays. For several kinds of blocks in one transfer, all three are sequences of these.
+        Blocks are expanded as they are sent, so that 61 layers of 4,096 blocks cost the caller no
+        more than the ids do.
+
+        Everything else is as for :meth:`write`. ValueError also tells of ids that are no block of
+        the pool; the index of :class:`~aioflagcx.errors.LocalAddressError` and
+        :class:`~aioflagcx.errors.RemoteAddressError` is that of the span.
+        """
+        make = self._block_maker(layout, src_blocks, dst_blocks)
+        return self._transfer(make, session, notify, timeout)
+
+    def submit_write_blocks(
+        self,
+        session: Session | str,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+        *,
+        notify: tuple[str, bytes] | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> Transfer:
+        """:meth:`write_blocks` that returns at once; see :meth:`submit_write`."""
+        make = self._block_maker(layout, src_blocks, dst_blocks)
+        return self._submit(make, session, notify, timeout)
+
+    def _maker(
+        self, op: int, local: Addresses, remote: Addresses, lens: Addresses
+    ) -> Callable[[Assembly], _native.Request]:
+        return lambda assembly: make_request(
+            assembly.runtime.native, self._threads_pieces.pieces, op, local, remote, lens
+        )
+
+    def _block_maker(
+        self,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+    ) -> Callable[[Assembly], _native.Request]:
+        return lambda assembly: make_block_request(
+            assembly.runtime.native, layout, src_blocks, dst_blocks
+        )
 
     def _transfer(
         self,
-        op: int,
+        make: Callable[[Assembly], _native.Request],
         target: Session | str,
-        local: Addresses,
-        remote: Addresses,
-        lens: Addresses,
         notify: tuple[str, bytes] | None,
         timeout: Timeout,
     ) -> int:
@@ -429,7 +489,7 @@ class Engine:
         transfer = Transfer(loop, assembly.runtime.flights)
         try:
             try:
-                self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
+                self._begin(assembly, transfer, make, target, notify, timeout)
                 return transfer.result()
             except BaseException:
                 transfer._settle()
@@ -440,11 +500,8 @@ class Engine:
 
     def _submit(
         self,
-        op: int,
+        make: Callable[[Assembly], _native.Request],
         target: Session | str,
-        local: Addresses,
-        remote: Addresses,
-        lens: Addresses,
         notify: tuple[str, bytes] | None,
         timeout: Timeout,
     ) -> Transfer:
@@ -452,7 +509,7 @@ class Engine:
         transfer = Transfer(loop, assembly.runtime.flights)
         try:
             try:
-                self._begin(assembly, transfer, op, target, local, remote, lens, notify, timeout)
+                self._begin(assembly, transfer, make, target, notify, timeout)
             except BaseException:
                 transfer._settle()
                 raise
@@ -465,11 +522,8 @@ class Engine:
         self,
         assembly: Assembly,
         transfer: Transfer,
-        op: int,
+        make: Callable[[Assembly], _native.Request],
         target: Session | str,
-        local: Addresses,
-        remote: Addresses,
-        lens: Addresses,
         notify: tuple[str, bytes] | None,
         timeout: Timeout,
     ) -> None:
@@ -477,9 +531,8 @@ class Engine:
         limit = config.transfer_timeout if timeout is DEFAULT else seconds(timeout, None)
         session = assembly.peers.find(target)
         outgoing = None if notify is None else Outgoing.from_pair(notify, config)
-        pieces = self._threads_pieces.pieces
         try:
-            request = make_request(assembly.runtime.native, pieces, op, local, remote, lens)
+            request = make(assembly)
         except (LocalAddressError, _native.NativeError):
             if self._engine._open is not assembly:  # which has taken the regions away
                 raise EngineClosed("the engine is closed") from None

@@ -29,10 +29,12 @@ Lane::Lane(const RdmaContext& context, Worker& worker, TransferQueue& queue, Lan
 Lane::~Lane() = default;
 
 verbs::SendWr Lane::request_for(const Slice& slice, std::uint32_t slot) const {
-    verbs::SendWr wr = slice.piece == nullptr ? closing_request(*slice.task)
-                                              : request_for(slice.task->op, *slice.piece,
-                                                            slice.local - slice.piece->local,
-                                                            slice.length, *slice.task->remote);
+    const TransferTask& task = *slice.task;
+    verbs::SendWr wr = slice.is_closing() ? closing_request(task)
+                                          : request_for(task.op,
+                                                        {slice.local, slice.remote, slice.length,
+                                                         slice.local_region, slice.remote_region},
+                                                        *task.remote);
     wr.wr_id = wr_id(slot);
     return wr;
 }
@@ -53,26 +55,24 @@ verbs::SendWr Lane::closing_request(const TransferTask& task) const {
     return wr;
 }
 
-verbs::SendWr Lane::request_for(Op op, const Piece& piece, std::uint64_t offset,
-                                std::uint32_t length, const RemoteTable& table) const {
+verbs::SendWr Lane::request_for(Op op, const Piece& piece, const RemoteTable& table) const {
     verbs::SendWr wr;
     const TableRecord& region = *piece.remote_region;
-    const std::uint64_t local = piece.local + offset;
     wr.opcode = op == Op::Write ? verbs::WrOpcode::RdmaWrite : verbs::WrOpcode::RdmaRead;
-    wr.remote_addr = piece.remote + offset;
+    wr.remote_addr = piece.remote;
     wr.rkey =
         table.rkey(region, remote_device_, (wr.remote_addr - region.addr) / region.chunk_size);
-    wr.sge = {local, length, piece.local_region->mr(local_device_, local).lkey()};
+    wr.sge = {piece.local, static_cast<std::uint32_t>(piece.length),
+              piece.local_region->mr(local_device_, piece.local).lkey()};
     return wr;
 }
 
-bool Lane::try_now(Op op, std::span<const Piece> pieces, const RemoteTable& remote) {
+bool Lane::try_now(Op op, const Pieces& pieces, const RemoteTable& remote) {
     const std::unique_lock lock(qp_mutex_, std::try_to_lock);
     if (!lock || !qp_) return false;
-    for (const Piece& piece : pieces) {
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
         // One that crosses into another MR chunk fails here, and is cut when it is queued.
-        const auto length = static_cast<std::uint32_t>(piece.length);
-        if (!qp_->try_now(request_for(op, piece, 0, length, remote))) return false;
+        if (!qp_->try_now(request_for(op, pieces[i], remote))) return false;
     }
     return true;
 }

@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -65,7 +64,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
 
     // Any thread. Carries the pieces out on the caller's, if that takes no waiting. False: they are
     // to be queued; some of them may have been copied.
-    bool try_now(Op op, std::span<const Piece> pieces, const RemoteTable& remote);
+    bool try_now(Op op, const Pieces& pieces, const RemoteTable& remote);
 
     // Worker's thread. The queue pair goes to ERR; `flushed` follows once it is empty.
     void kill();
@@ -82,8 +81,7 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
   private:
     verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;
     verbs::SendWr closing_request(const TransferTask& task) const;
-    verbs::SendWr request_for(Op op, const Piece& piece, std::uint64_t offset, std::uint32_t length,
-                              const RemoteTable& remote) const;
+    verbs::SendWr request_for(Op op, const Piece& piece, const RemoteTable& table) const;
     void end_slot(std::uint32_t slot, const verbs::WorkCompletion& wc);
     void fail(const verbs::WorkCompletion& wc);
     void check_flushed();

@@ -33,6 +33,59 @@ void check_end(const char* what, std::size_t i, std::uint64_t addr, std::uint64_
     }
 }
 
+std::uint64_t block_at(const IntArray& ids, std::size_t i, const std::string& what,
+                       std::uint64_t blocks) {
+    const std::uint64_t id = value_at(ids, i, what.c_str());
+    if (id >= blocks) {
+        refuse(what.c_str(), i,
+               "= " + std::to_string(id) + " is not below the pool's " + std::to_string(blocks) +
+                   " blocks");
+    }
+    return id;
+}
+
+BlockIds block_ids(const BlockMove& move, const std::string& which) {
+    const std::string src = "src_blocks" + which;
+    const std::string dst = "dst_blocks" + which;
+    if (move.src.count != move.dst.count) {
+        throw std::invalid_argument(src + " has " + std::to_string(move.src.count) + " elements, " +
+                                    dst + " " + std::to_string(move.dst.count));
+    }
+    BlockIds ids;
+    ids.blocks.reserve(move.src.count);
+    for (std::size_t i = 0; i < move.src.count; ++i) {
+        ids.add(block_at(move.src, i, src, move.layout->src_blocks()),
+                block_at(move.dst, i, dst, move.layout->dst_blocks()));
+    }
+    return ids;
+}
+
+// Looks pieces up in our regions; each region that it finds is used once.
+class LocalFinder {
+  public:
+    LocalFinder(const LocalTable::Snapshot& snapshot, RegionUses& uses, std::uint32_t need)
+        : snapshot_(snapshot), uses_(uses), need_(need) {}
+
+    const LocalRegion* find(std::uint64_t addr, std::uint64_t length, std::size_t index) {
+        hint_ = snapshot_.index.find(addr, length, need_, hint_);
+        if (hint_ == AddressIndex::kNone) throw AddressMiss(false, index, addr, length);
+        const auto& region = snapshot_.regions[hint_];
+        if (hint_ != last_used_ && used_.insert(hint_).second && !uses_.add(region)) {
+            throw AddressMiss(false, index, addr, length);  // being deregistered
+        }
+        last_used_ = hint_;
+        return region.get();
+    }
+
+  private:
+    const LocalTable::Snapshot& snapshot_;
+    RegionUses& uses_;
+    const std::uint32_t need_;
+    std::unordered_set<std::size_t> used_;
+    std::size_t hint_ = AddressIndex::kNone;
+    std::size_t last_used_ = AddressIndex::kNone;
+};
+
 }  // namespace
 
 AddressMiss::AddressMiss(bool remote_side, std::size_t at, std::uint64_t addr, std::uint64_t len)
@@ -81,29 +134,49 @@ Request::Request(std::shared_ptr<LocalTable> table, Op op, IntArray local, IntAr
     find_local();
 }
 
+Request::Request(std::shared_ptr<LocalTable> table, const std::vector<BlockMove>& moves)
+    : op_(Op::Write), table_(table), uses_(std::move(table)) {
+    for (std::size_t m = 0; m < moves.size(); ++m) {
+        const BlockMove& move = moves[m];
+        const std::string which =
+            moves.size() == 1 ? "" : std::string("[") + std::to_string(m) + "]";
+        auto ids = std::make_shared<const BlockIds>(block_ids(move, which));
+        const std::size_t count = ids->blocks.size();
+        if (count == 0 || move.layout->spans().empty()) continue;
+        if (count > (kMaxValue - bytes_total_) / move.layout->block_bytes()) {
+            throw std::invalid_argument("src_blocks" + which + " makes the sum pass 2**63 bytes");
+        }
+        bytes_total_ += count * move.layout->block_bytes();
+        for (const BlockSpan& span : move.layout->spans()) {
+            rows_.push_back({&span, move.layout, ids, nullptr, nullptr});
+        }
+    }
+    find_local_pools();
+}
+
 void Request::find_local() {
     const auto snapshot = table_->snapshot();
-    const std::uint32_t need = op_ == Op::Read ? kLocalWritable : 0;
-    std::size_t hint = AddressIndex::kNone;
-    std::unordered_set<std::size_t> used;
-    std::size_t last_used = AddressIndex::kNone;
+    LocalFinder finder(*snapshot, uses_, op_ == Op::Read ? kLocalWritable : 0);
     for (RawPiece& piece : raw_) {
-        hint = snapshot->index.find(piece.local, piece.length, need, hint);
-        if (hint == AddressIndex::kNone) {
-            throw AddressMiss(false, piece.index, piece.local, piece.length);
-        }
-        const auto& region = snapshot->regions[hint];
-        piece.region = region.get();
-        if (hint == last_used) continue;
-        last_used = hint;
-        if (used.insert(hint).second && !uses_.add(region)) {
-            throw AddressMiss(false, piece.index, piece.local, piece.length);  // being deregistered
-        }
+        piece.region = finder.find(piece.local, piece.length, piece.index);
     }
 }
 
-std::vector<Piece> Request::resolve(const RemoteTable& remote) const {
+void Request::find_local_pools() {
+    const auto snapshot = table_->snapshot();
+    LocalFinder finder(*snapshot, uses_, 0);
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+        BlockRow& row = rows_[i];
+        row.local_region = finder.find(row.span->src, row.layout->src_pool(*row.span), i);
+    }
+}
+
+Pieces Request::resolve(const RemoteTable& remote) const {
     if (spent_) throw std::invalid_argument("the request has been submitted or released");
+    return rows_.empty() ? Pieces(resolve_list(remote)) : Pieces(resolve_rows(remote));
+}
+
+std::vector<Piece> Request::resolve_list(const RemoteTable& remote) const {
     std::vector<Piece> pieces;
     pieces.reserve(raw_.size());
     const std::uint32_t need = op_ == Op::Write ? kTableAccessWrite : kTableAccessRead;
@@ -125,6 +198,19 @@ std::vector<Piece> Request::resolve(const RemoteTable& remote) const {
         pieces.push_back({raw.local, raw.remote, raw.length, raw.region, region});
     }
     return pieces;
+}
+
+std::vector<BlockRow> Request::resolve_rows(const RemoteTable& remote) const {
+    std::vector<BlockRow> rows = rows_;
+    std::size_t hint = AddressIndex::kNone;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        BlockRow& row = rows[i];
+        const std::uint64_t pool = row.layout->dst_pool(*row.span);
+        hint = remote.index().find(row.span->dst, pool, kTableAccessWrite, hint);
+        if (hint == AddressIndex::kNone) throw AddressMiss(true, i, row.span->dst, pool);
+        row.remote_region = &remote.record(hint);
+    }
+    return rows;
 }
 
 }  // namespace aioflagcx::engine

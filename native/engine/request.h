@@ -9,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/block_layout.h"
 #include "engine/local_table.h"
+#include "engine/pieces.h"
 #include "engine/remote_table.h"
 
 namespace aioflagcx::engine {
@@ -23,24 +25,22 @@ struct IntArray {
     bool is_signed = false;
 };
 
-// A piece that lies in no single region that grants the access.
+// A piece, or a whole pool of blocks, that lies in no single region that grants the access.
 class AddressMiss : public std::runtime_error {
   public:
     AddressMiss(bool remote, std::size_t index, std::uint64_t address, std::uint64_t length);
 
     bool remote;
-    std::size_t index;  // in the caller's arrays
+    std::size_t index;  // in the caller's arrays; of blocks, the span's in all layouts together
     std::uint64_t address;
     std::uint64_t length;
 };
 
-// Consecutive bytes of one local and one remote region.
-struct Piece {
-    std::uint64_t local = 0;
-    std::uint64_t remote = 0;
-    std::uint64_t length = 0;
-    const LocalRegion* local_region = nullptr;
-    const TableRecord* remote_region = nullptr;
+// Blocks of one layout: those of `src` here, which go to those of `dst` at the peer.
+struct BlockMove {
+    std::shared_ptr<const BlockLayout> layout;
+    IntArray src;
+    IntArray dst;
 };
 
 // The regions a transfer uses, counted in LocalRegion::users until release().
@@ -73,14 +73,19 @@ class Request {
     Request(std::shared_ptr<LocalTable> table, Op op, IntArray local, IntArray remote,
             IntArray lens);
 
+    // A write of blocks. The pools of all spans must lie in regions, whichever blocks are moved: so
+    // this takes as long as there are spans and blocks, not as long as their product. Throws as
+    // above.
+    Request(std::shared_ptr<LocalTable> table, const std::vector<BlockMove>& moves);
+
     Op op() const noexcept { return op_; }
     std::uint64_t bytes_total() const noexcept { return bytes_total_; }
-    std::size_t pieces() const noexcept { return raw_.size(); }
+    std::size_t pieces() const noexcept { return raw_.size() + rows_.size(); }
 
     // Neighbours that continue each other on both sides and lie in the same pair of regions are
     // merged. Throws AddressMiss; the request stays usable. Throws std::invalid_argument when it is
     // spent: nothing keeps its regions any more.
-    std::vector<Piece> resolve(const RemoteTable& remote) const;
+    Pieces resolve(const RemoteTable& remote) const;
 
     // The transfer takes the uses over; the request is then spent.
     RegionUses take_uses() {
@@ -107,10 +112,14 @@ class Request {
     };
 
     void find_local();
+    void find_local_pools();
+    std::vector<Piece> resolve_list(const RemoteTable& remote) const;
+    std::vector<BlockRow> resolve_rows(const RemoteTable& remote) const;
 
     Op op_;
     std::shared_ptr<LocalTable> table_;
     std::vector<RawPiece> raw_;
+    std::vector<BlockRow> rows_;  // with pieces, of blocks; then there is nothing in raw_
     std::uint64_t bytes_total_ = 0;
     RegionUses uses_;
     bool spent_ = false;

@@ -271,7 +271,7 @@ std::uint64_t Session::generation() { return table()->data().generation; }
 std::shared_ptr<TransferTask> Session::submit(Request& request, std::uint64_t id, std::uint32_t imm,
                                               bool now, std::shared_ptr<Waiter> waiter) {
     const std::shared_ptr<const RemoteTable> remote = table();
-    std::vector<Piece> pieces = request.resolve(*remote);
+    Pieces pieces = request.resolve(*remote);
     if (now && imm == 0 && request.bytes_total() <= kNowBytes) {
         const std::shared_ptr<Lane> lane = queue_.idle_lane();
         if (lane && lane->try_now(request.op(), pieces, *remote)) {

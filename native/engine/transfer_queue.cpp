@@ -91,10 +91,11 @@ Slice TransferQueue::cut(const Task& task) {
         task->again.pop_back();
         return slice;
     }
-    const Piece& piece = task->pieces[task->next_piece];
+    const Piece piece = task->pieces[task->next_piece];
     Slice slice;
     slice.task = task;
-    slice.piece = &piece;
+    slice.local_region = piece.local_region;
+    slice.remote_region = piece.remote_region;
     slice.local = piece.local + task->next_offset;
     slice.remote = piece.remote + task->next_offset;
     const std::uint64_t length = std::min(
@@ -124,7 +125,7 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
         }
         ++task->posted;
         Slice slice;
-        slice.remote = task->confirmed == nullptr ? 0 : task->confirmed->remote;
+        slice.remote = task->confirmed ? task->confirmed->remote : 0;
         slice.task = std::move(task);
         out.push_back(std::move(slice));
     }
@@ -164,7 +165,7 @@ void TransferQueue::give_back(Lane& lane, std::vector<Slice>& slices, std::size_
         --task->posted;
         sub(stats_.slices_posted);
         sub(stats_.bytes_inflight, slice.length);
-        if (slice.piece != nullptr) {
+        if (!slice.is_closing()) {
             if (!task->dropped) {
                 task->again.push_back(std::move(slice));
                 make_runnable(task);
@@ -190,7 +191,7 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
     --task->posted;
     sub(stats_.bytes_inflight, slice.length);
     if (wc.status == WcStatus::Success) {
-        if (slice.piece == nullptr) {
+        if (slice.is_closing()) {
             --task->closing_missing;
         } else {
             task->bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
@@ -222,7 +223,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& l
         return;
     }
     if (fence_due) insert_unique(task->fences, epoch);
-    if (slice.piece == nullptr) {
+    if (slice.is_closing()) {
         task->closing_failed = true;
     } else {
         add(stats_.slices_reposted);
@@ -283,9 +284,9 @@ bool TransferQueue::may_carry(const Lane& lane, const TransferTask& task) const 
 // What has devices next to it is left to them, as long as one of them is up and may carry it.
 bool TransferQueue::may_take_next(const Lane& lane, const TransferTask& task) const {
     if (!may_carry(lane, task)) return false;
-    const Piece& next =
-        task.again.empty() ? task.pieces[task.next_piece] : *task.again.back().piece;
-    const std::uint64_t nearest = next.local_region->spec.nearest;
+    const LocalRegion* next = task.again.empty() ? task.pieces[task.next_piece].local_region
+                                                 : task.again.back().local_region;
+    const std::uint64_t nearest = next->spec.nearest;
     const auto is_near = [nearest](const Lane& any) {
         return nearest == 0 || (nearest >> any.local_device() & 1) != 0;
     };

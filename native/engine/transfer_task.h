@@ -4,11 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "engine/epoch.h"
 #include "engine/event_ring.h"
+#include "engine/pieces.h"
 #include "engine/request.h"
 #include "engine/waiter.h"
 
@@ -20,18 +22,20 @@ class TransferTask;
 // At most slice_size bytes of one transfer, or one of its closing requests: one work request.
 struct Slice {
     std::shared_ptr<TransferTask> task;
-    const Piece* piece = nullptr;  // null: a closing request
+    const LocalRegion* local_region = nullptr;  // null: a closing request
+    const TableRecord* remote_region = nullptr;
     std::uint64_t local = 0;
     std::uint64_t remote = 0;
     std::uint32_t length = 0;
+
+    bool is_closing() const noexcept { return local_region == nullptr; }
 };
 
 // Everything not const or atomic is guarded by the mutex of the TransferQueue that has the task.
 class TransferTask {
   public:
-    TransferTask(std::uint64_t id_, Op op_, std::uint32_t imm_, std::vector<Piece> pieces_,
-                 RegionUses uses_, std::shared_ptr<const RemoteTable> remote_,
-                 std::uint64_t bytes_total_)
+    TransferTask(std::uint64_t id_, Op op_, std::uint32_t imm_, Pieces pieces_, RegionUses uses_,
+                 std::shared_ptr<const RemoteTable> remote_, std::uint64_t bytes_total_)
         : id(id_),
           op(op_),
           imm(imm_),
@@ -45,11 +49,11 @@ class TransferTask {
     const Op op;
     const std::uint32_t imm;  // 0: no notify
     const std::uint64_t bytes_total;
-    const std::shared_ptr<const RemoteTable> remote;  // keeps Piece::remote_region alive
-    const std::vector<Piece> pieces;
-    // Data that is visible to the peer only once a read has followed it; null: there is none, or
+    const std::shared_ptr<const RemoteTable> remote;  // keeps the pieces' regions alive
+    const Pieces pieces;
+    // Data that is visible to the peer only once a read has followed it; none: there is no such, or
     // the immediates see to it.
-    const Piece* const confirmed;
+    const std::optional<Piece> confirmed;
     std::atomic<std::uint64_t> bytes_done{0};
     std::atomic<std::uint32_t> imm_count{0};
 
@@ -81,16 +85,13 @@ class TransferTask {
     TransferEvent failure;  // why it was dropped
 
     bool has_data() const noexcept { return !again.empty() || next_piece < pieces.size(); }
-    bool has_closing() const noexcept { return imm != 0 || confirmed != nullptr; }
+    bool has_closing() const noexcept { return imm != 0 || confirmed; }
 
   private:
-    static const Piece* to_confirm(Op op, std::uint32_t imm,
-                                   const std::vector<Piece>& pieces) noexcept {
-        if (op != Op::Write || imm != 0) return nullptr;
-        for (const Piece& piece : pieces) {
-            if ((piece.remote_region->flags & kTableReadAfterWrite) != 0) return &piece;
-        }
-        return nullptr;
+    static std::optional<Piece> to_confirm(Op op, std::uint32_t imm,
+                                           const Pieces& pieces) noexcept {
+        if (op != Op::Write || imm != 0) return std::nullopt;
+        return pieces.first_into(kTableReadAfterWrite);
     }
 };
 

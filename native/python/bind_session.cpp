@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -42,6 +44,39 @@ std::unique_ptr<Request> make_request(engine::TransferEngine& owner, int op, con
         owner.check_open();
         return std::make_unique<Request>(owner.regions(), static_cast<engine::Op>(op), locals,
                                          remotes, lengths);
+    });
+}
+
+std::shared_ptr<engine::BlockLayout> make_layout(const py::array& spans, std::uint64_t src_blocks,
+                                                 std::uint64_t dst_blocks) {
+    constexpr py::ssize_t kFields = sizeof(engine::BlockSpan) / sizeof(std::uint64_t);
+    if (spans.ndim() != 2 || spans.shape(1) != kFields || spans.itemsize() != 8 ||
+        spans.dtype().kind() != 'u' || (spans.flags() & py::array::c_style) == 0) {
+        throw py::type_error("spans must be a contiguous array of uint64, of shape (n, 8)");
+    }
+    static_assert(std::is_trivially_copyable_v<engine::BlockSpan>);
+    std::vector<engine::BlockSpan> copied(static_cast<std::size_t>(spans.shape(0)));
+    if (!copied.empty()) {
+        std::memcpy(copied.data(), spans.data(), copied.size() * sizeof(engine::BlockSpan));
+    }
+    return std::make_shared<engine::BlockLayout>(std::move(copied), src_blocks, dst_blocks);
+}
+
+std::unique_ptr<Request> request_blocks(
+    engine::TransferEngine& owner, const std::vector<std::shared_ptr<engine::BlockLayout>>& layouts,
+    const std::vector<py::array>& src, const std::vector<py::array>& dst) {
+    if (layouts.size() != src.size() || layouts.size() != dst.size()) {
+        throw py::value_error("there must be as many layouts as lists of blocks");
+    }
+    std::vector<engine::BlockMove> moves;
+    moves.reserve(layouts.size());
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+        moves.push_back(
+            {layouts[i], int_array(src[i], "src_blocks"), int_array(dst[i], "dst_blocks")});
+    }
+    return without_gil([&] {
+        owner.check_open();
+        return std::make_unique<Request>(owner.regions(), moves);
     });
 }
 
@@ -150,9 +185,15 @@ void watch(Session& self, const std::string& host, std::uint16_t port, const py:
 }  // namespace
 
 void bind_session(py::module_& module) {
+    py::class_<engine::BlockLayout, std::shared_ptr<engine::BlockLayout>>(module, "BlockLayout")
+        .def(py::init(&make_layout), py::arg("spans"), py::arg("src_blocks"), py::arg("dst_blocks"))
+        .def_property_readonly("block_bytes", &engine::BlockLayout::block_bytes);
+
     py::class_<Request>(module, "Request")
         .def(py::init(&make_request), py::arg("engine"), py::arg("op"), py::arg("local"),
              py::arg("remote"), py::arg("lens"))
+        .def_static("blocks", &request_blocks, py::arg("engine"), py::arg("layouts"),
+                    py::arg("src"), py::arg("dst"))
         .def_property_readonly("bytes_total", &Request::bytes_total)
         .def_property_readonly("pieces", &Request::pieces)
         .def("release", &Request::release, py::call_guard<py::gil_scoped_release>());
