@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from .kv import bootstrap
 from .topology import Topology
 
 __all__ = ["main"]
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         help="look below DIR/sys, a copy of another host's, instead of /sys",
     )
     topology.set_defaults(run=_topology)
+    bootstrap.add_command(commands)
     return parser
 
 

@@ -404,9 +404,23 @@ class Engine:
         timeout: Timeout = DEFAULT,
     ) -> Transfer:
         """:meth:`write_blocks` that returns at once; see :meth:`submit_write`."""
+        return self._submit_blocks(session, layout, src_blocks, dst_blocks, notify, timeout)
+
+    def _submit_blocks(
+        self,
+        session: Session | str,
+        layout: BlockLayout | Sequence[BlockLayout],
+        src_blocks: BlockIds,
+        dst_blocks: BlockIds,
+        notify: tuple[str, bytes] | None,
+        timeout: Timeout,
+        *,
+        reconnect: bool = True,
+    ) -> Transfer:
+        """``reconnect`` False: by this connection with the peer or not at all."""
         assembly = self._assembly()
         request = make_block_request(assembly.runtime.native, layout, src_blocks, dst_blocks)
-        return self._launch(assembly, request, session, notify, timeout)
+        return self._launch(assembly, request, session, notify, timeout, reconnect=reconnect)
 
     def _submit(
         self,
@@ -429,6 +443,8 @@ class Engine:
         target: Session | str,
         notify: tuple[str, bytes] | None,
         timeout: Timeout,
+        *,
+        reconnect: bool = True,
     ) -> Transfer:
         runtime, peers = assembly.runtime, assembly.peers
         limit = self._transfer_timeout if timeout is DEFAULT else seconds(timeout, None)
@@ -436,5 +452,5 @@ class Engine:
         outgoing = None if notify is None else Outgoing.from_pair(notify, self._config)
         total = request.bytes_total
         transfer = Transfer(self, runtime.flights, request, total, outgoing, limit)
-        launch(peers, transfer, request, session, target)
+        launch(peers, transfer, request, session, target, reconnect=reconnect)
         return transfer

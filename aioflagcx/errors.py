@@ -16,6 +16,8 @@ __all__ = [
     "ConnectTimeout",
     "DeregisterTimeout",
     "EngineClosed",
+    "HandoverError",
+    "HandoverTimeout",
     "HandshakeRejected",
     "HostUnreachable",
     "LocalAddressError",
@@ -319,4 +321,19 @@ class NotifyRefused(TransferError):
 
     Data of the same write may have landed. Remedy: retry the notification later, have the
     peer consume ``notifications()`` faster, or send less in one.
+    """
+
+
+class HandoverError(AioFlagcxError):
+    """A request's KV cache was not handed over, as the message says: aborted, lost, failed.
+
+    Raised on both sides. When a receiver raises it, nothing can change its blocks any more. Remedy:
+    give the request up, or start it again in the same or another room.
+    """
+
+
+class HandoverTimeout(HandoverError, TimeoutError):
+    """The other side of a hand-over did not appear, or prefill did not finish, in time.
+
+    Remedy: look at the other side's log; raise ``bootstrap_timeout`` or ``waiting_timeout``.
     """

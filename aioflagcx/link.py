@@ -65,6 +65,7 @@ class Link:
         self._loss: tuple[str, BaseException | None] | None = None
         self._freeing: asyncio.Task[None] | None = None
         self._last_imm = 0
+        self._watchers: list[Callable[[str], object]] = []
 
     @classmethod
     async def open(
@@ -194,6 +195,13 @@ class Link:
             remote_quiet=remote_quiet,
         )
 
+    def watch(self, lost: Callable[[str], object]) -> None:
+        """Call ``lost`` with the reason once the link is lost; at once if it is already."""
+        if self._loss is not None:
+            lost(self._loss[0])
+        else:
+            self._watchers.append(lost)
+
     # What happens to it ----------------------------------------------------------------------
 
     async def table_pushed(self, update: MetadataUpdate) -> None:
@@ -252,6 +260,9 @@ class Link:
             self._connection.close(farewell)
         self.native.fail()
         self._freeing = self._runtime.loop.create_task(self._free())
+        for lost in self._watchers:
+            lost(words)
+        self._watchers.clear()
 
     def retire(self) -> None:
         """No new call may use it; what is under way goes on."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from .config import Config
 from .handshake.fields import MAX_NAME
 
 __all__ = ["Notification", "NotificationQueue", "Outgoing"]
+
+Route = Callable[["Notification"], str | None]
+"""Takes a notification at once; says why it refuses it, or None."""
+
+RESERVED = "aioflagcx."
+"""What the names begin with of notifications that are for this library's own upper layers."""
 
 _TURN = 32
 """Notifications one iterator takes without suspending, before it lets others run: a full queue
@@ -86,6 +92,7 @@ class NotificationQueue:
         self._items: collections.deque[Notification] = collections.deque()
         self._waiters: collections.deque[asyncio.Future[None]] = collections.deque()
         self._closed = False
+        self._routes: dict[str, Route] = {}
         self.bytes = 0
         """Bytes of names and payloads in the queue."""
         self.received = 0
@@ -100,6 +107,34 @@ class NotificationQueue:
     def closed(self) -> bool:
         """Whether iteration has ended, or will with what is queued."""
         return self._closed
+
+    def route(self, name: str, take: Route) -> None:
+        """Notifications of this name go to ``take`` instead of into the queue.
+
+        ValueError when they have a taker already, or the name is not one that begins as
+        ``RESERVED``: those are the application's.
+        """
+        if not name.startswith(RESERVED):
+            raise ValueError(f"the name {name!r} does not begin with {RESERVED!r}")
+        if name in self._routes:
+            raise ValueError(f"notifications named {name!r} have a taker already")
+        self._routes[name] = take
+
+    def unroute(self, name: str) -> None:
+        """Whoever took them does so no more."""
+        del self._routes[name]
+
+    def deliver(self, notification: Notification) -> str | None:
+        """Hand it to its taker, or put it into the queue; why it is refused, or None.
+
+        A reserved name without a taker is refused, as the application would not know it: its
+        taker may come yet, and the sender try again.
+        """
+        name = notification.name
+        if name.startswith(RESERVED):
+            take = self._routes.get(name)
+            return f"nobody takes {name!r} here" if take is None else take(notification)
+        return None if self.put(notification) else "the notification queue is full"
 
     def put(self, notification: Notification) -> bool:
         """Add one; False when there is no room for it, or the queue is closed."""

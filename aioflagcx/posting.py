@@ -63,8 +63,13 @@ def launch(
     request: _native.Request,
     session: AnySession | None,
     target: AnySession | str,
+    *,
+    reconnect: bool = True,
 ) -> None:
-    """Post a new transfer on ``session``, or see to it that it is posted on one with ``target``."""
+    """Post a new transfer on ``session``, or see to it that it is posted on one with ``target``.
+
+    ``reconnect``: whether that may be another connection than ``target``, a session, has had.
+    """
     if session is not None:
         try:
             transfer._post(session._link)
@@ -76,17 +81,19 @@ def launch(
     if not request.pieces and transfer._notify is None:
         loop.call_soon(transfer._complete_empty)
     else:
-        helper = loop.create_task(_post(peers, transfer, target))
+        helper = loop.create_task(_post(peers, transfer, target, reconnect))
         transfer._reach(helper, target if isinstance(target, str) else target.id)
 
 
-async def _post(peers: Peers, transfer: Transfer, target: AnySession | str) -> None:
+async def _post(
+    peers: Peers, transfer: Transfer, target: AnySession | str, reconnect: bool
+) -> None:
     """Post ``transfer``, or end it with the reason why that cannot be.
 
     The transfer's deadline is not looked at here: it cancels this when the time is over.
     """
     try:
-        await _reach_and_post(peers, transfer, target)
+        await _reach_and_post(peers, transfer, target, reconnect)
     except asyncio.CancelledError:
         transfer._abandoned()
         raise
@@ -98,10 +105,17 @@ async def _post(peers: Peers, transfer: Transfer, target: AnySession | str) -> N
         transfer._give_up(TransferError(words, cause=error, remote_quiet=True))
 
 
-async def _reach_and_post(peers: Peers, transfer: Transfer, target: AnySession | str) -> None:
-    for _ in range(_TRIES):
-        session = await peers.reach(target, peers.connect_timeout)
-        link = session._link
+async def _reach_and_post(
+    peers: Peers, transfer: Transfer, target: AnySession | str, reconnect: bool
+) -> None:
+    for _ in range(_TRIES if reconnect else 1):
+        if reconnect:
+            link = (await peers.reach(target, peers.connect_timeout))._link
+        else:
+            assert isinstance(target, AnySession)
+            link = target._link
+            if not link.alive:
+                raise link.loss(True)
         try:
             try:
                 transfer._post(link)

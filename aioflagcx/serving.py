@@ -147,9 +147,8 @@ class Guest:
                 del self._immediates[message.imm]
                 responder.forget(message.imm)
         notification = Notification(message.name, message.payload, self.engine_id, self.session_id)
-        if not self._queue.put(notification):
-            return NotifyReply(accepted=False, reason="the notification queue is full")
-        return NotifyReply(accepted=True, reason="")
+        refusal = self._queue.deliver(notification)
+        return NotifyReply(accepted=refusal is None, reason=refusal or "")
 
     def immediates(self, imm: int) -> None:
         """All immediates that a notification waits for have come."""

@@ -9,6 +9,7 @@ from aioflagcx.errors import (
     AioFlagcxError,
     ConnectError,
     ConnectRefused,
+    HandoverError,
     PeerLost,
     RemoteAddressError,
     TransferError,
@@ -27,7 +28,9 @@ PARENTS = {
         "RemoteAddressError",
         "ConnectError",
         "TransferError",
+        "HandoverError",
     },
+    HandoverError: {"HandoverTimeout"},
     ConnectError: {
         "ConnectRefused",
         "HostUnreachable",
@@ -61,7 +64,12 @@ def test_the_tree_is_the_documented_one() -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_the_timeouts_and_only_they_are_timeout_errors(kind: type[AioFlagcxError]) -> None:
-    expected = kind.__name__ in {"DeregisterTimeout", "ConnectTimeout", "TransferTimeout"}
+    expected = kind.__name__ in {
+        "DeregisterTimeout",
+        "ConnectTimeout",
+        "TransferTimeout",
+        "HandoverTimeout",
+    }
     assert issubclass(kind, TimeoutError) == expected
 
 

@@ -92,6 +92,7 @@ class Abort:
     room: str
     rank: int
     """Decode's."""
+    to_rank: int
     reason: str
 
 
@@ -102,7 +103,7 @@ class Hello:
     KIND: ClassVar[int] = 3
     id: bytes
     rank: int
-    """Prefill's, in this and the messages below."""
+    """Prefill's, as decode calls it; in this and the messages below."""
 
 
 @dataclasses.dataclass(frozen=True)
