@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROGRAMS = [
     program
-    for page in ("usage", "integrations")
+    for page in ("usage", "kv", "integrations")
     for program in re.findall(
         r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL
     )

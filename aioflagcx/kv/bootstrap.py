@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -211,18 +212,21 @@ def app(directory: Directory | None = None) -> web.Application:
 
 
 async def serve(host: str, port: int, ready: Callable[[str], object]) -> None:
-    """Answer until cancelled; ``ready`` is called with the address once it listens."""
+    """Answer until SIGINT or SIGTERM; ``ready`` is called with the address once it listens."""
     require_aiohttp()
     from aiohttp import web
 
-    runner = web.AppRunner(app(), access_log=None, handle_signals=True)
+    runner = web.AppRunner(app(), access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
         await site.start()
         bound = runner.addresses[0]
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         ready(format_address(bound[0], bound[1]))
-        await asyncio.Event().wait()
+        await stopped.wait()
     finally:
         await runner.cleanup()
 
@@ -248,8 +252,6 @@ def _run(options: argparse.Namespace) -> int:
 
     try:
         asyncio.run(serve(options.host, options.port, ready))
-    except KeyboardInterrupt:
-        return 0
     except (ImportError, OSError) as error:
         print(f"aioflagcx bootstrap: {error}", file=sys.stderr)
         return 1

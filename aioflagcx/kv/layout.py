@@ -11,14 +11,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from ..blocks import BlockLayout, BlockSpan
 
 __all__ = ["CacheGroup", "CacheLayout", "block_layout", "held", "senders", "share", "targets"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class CacheGroup:
     """Layers that share their block ids; hybrid models have several such groups.
 
@@ -30,7 +29,7 @@ class CacheGroup:
 
     layers: tuple[tuple[int, ...], ...]
     """Of each layer, the addresses of block 0 of its pools: one, or two where keys and values are
-    apart. An address by itself stands for a layer of one pool."""
+    apart. When made, an address by itself stands for a layer of one pool."""
 
     blocks: int
     """Blocks of each pool."""
@@ -47,29 +46,39 @@ class CacheGroup:
     repeats: int = 1
     """How often the rank's heads come round in a block."""
 
-    def __post_init__(self) -> None:
-        layers = tuple(
+    def __init__(
+        self,
+        layers: Sequence[int | Sequence[int]],
+        blocks: int,
+        block_bytes: int,
+        stride: int = 0,
+        heads: int = 1,
+        repeats: int = 1,
+    ) -> None:
+        """Raises ValueError, naming the field, for what cannot be."""
+        pools = tuple(
             tuple(map(operator.index, layer))
             if isinstance(layer, Sequence)
             else (operator.index(layer),)
-            for layer in self.layers
+            for layer in layers
         )
-        object.__setattr__(self, "layers", layers)
-        for name in ("blocks", "block_bytes", "heads", "repeats"):
-            value = operator.index(getattr(self, name))
+        object.__setattr__(self, "layers", pools)
+        counts = {"blocks": blocks, "block_bytes": block_bytes, "heads": heads, "repeats": repeats}
+        for name, count in counts.items():
+            value = operator.index(count)
             bits = 63 if name == "block_bytes" else 32
             if not 0 < value < 2**bits:
                 raise ValueError(f"{name} = {value} is not in 1 to 2**{bits} - 1")
             object.__setattr__(self, name, value)
-        stride = operator.index(self.stride) or self.block_bytes
+        stride = operator.index(stride) or self.block_bytes
         object.__setattr__(self, "stride", stride)
         if not self.block_bytes <= stride < 2**63:
             raise ValueError(f"stride = {stride} is less than block_bytes = {self.block_bytes}")
-        if not layers or any(not pools for pools in layers):
+        if not pools or not all(pools):
             raise ValueError("a group has at least one layer, and a layer at least one pool")
-        if len({len(pools) for pools in layers}) > 1:
+        if len(set(map(len, pools))) > 1:
             raise ValueError("the layers of a group have equally many pools")
-        for address in (address for pools in layers for address in pools):
+        for address in (address for layer in pools for address in layer):
             if not 0 < address < 2**63:
                 raise ValueError(f"{address:#x} is no address of a pool")
 
@@ -79,7 +88,7 @@ class CacheGroup:
         return (self.blocks - 1) * self.stride + self.block_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class CacheLayout:
     """The whole cache of one rank."""
 
@@ -92,14 +101,18 @@ class CacheLayout:
     ranks: int = 1
     """Tensor-parallel ranks."""
 
-    def __post_init__(self) -> None:
-        groups: Any = self.groups
+    def __init__(
+        self, groups: CacheGroup | Sequence[CacheGroup], rank: int = 0, ranks: int = 1
+    ) -> None:
+        """Raises ValueError for ranks and heads that do not fit each other."""
         object.__setattr__(
             self, "groups", (groups,) if isinstance(groups, CacheGroup) else tuple(groups)
         )
+        object.__setattr__(self, "rank", operator.index(rank))
+        object.__setattr__(self, "ranks", operator.index(ranks))
         if not self.groups:
             raise ValueError("a cache has at least one group")
-        if not 0 <= operator.index(self.rank) < operator.index(self.ranks):
+        if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks} ranks")
         for index, group in enumerate(self.groups):
             _check_heads(group.heads, self.ranks)

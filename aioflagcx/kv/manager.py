@@ -96,7 +96,7 @@ class KVManager:
             raise ValueError(f'role must be "prefill" or "decode", not {role!r}')
         self.role: Role = role
         """ "prefill" or "decode"."""
-        self.layout = CacheLayout((layout,)) if isinstance(layout, CacheGroup) else layout
+        self.layout = CacheLayout(layout) if isinstance(layout, CacheGroup) else layout
         """Where the KV pools are."""
         self.bootstrap_timeout = seconds(bootstrap_timeout, None)
         """Seconds, or None."""

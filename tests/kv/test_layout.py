@@ -107,11 +107,11 @@ def test_every_pair_of_tensor_parallel_sizes_hands_the_whole_cache_over(
             model.view(pools, rank, src_ranks)[:] = whole[..., heads.start : heads.stop, :]
         for rank in range(dst_ranks):
             pools = model.pools(rank, dst_ranks)
-            theirs = CacheLayout(model.group(pools, rank, dst_ranks), rank, dst_ranks)  # type: ignore[arg-type]
+            theirs = CacheLayout(model.group(pools, rank, dst_ranks), rank, dst_ranks)
             writers = set()
             for other, ours in enumerate(prefill):
                 layout = block_layout(
-                    CacheLayout(model.group(ours, other, src_ranks), other, src_ranks),  # type: ignore[arg-type]
+                    CacheLayout(model.group(ours, other, src_ranks), other, src_ranks),
                     theirs,
                     0,
                 )
@@ -195,7 +195,7 @@ def test_equal_ranks_write_whole_blocks_in_one_piece() -> None:
     assert only is not None and [span.src for span in only.spans] == [pools[1].ctypes.data]
 
 
-GROUP = CacheGroup((4096, 8192), 4, 64, heads=4, repeats=2)  # type: ignore[arg-type]
+GROUP = CacheGroup((4096, 8192), 4, 64, heads=4, repeats=2)
 
 
 @pytest.mark.parametrize(
