@@ -16,6 +16,7 @@ from ..blocks import BlockLayout
 from ..config import Config
 from ..engine import Engine
 from ..errors import AioFlagcxError, EngineClosed
+from ..handshake import format_address, parse_address
 from ..notifications import Notification
 from ..pieces import one_dimensional
 from ..region import Region
@@ -217,10 +218,11 @@ class KVManager:
 
         ``prefill``: the session id of prefill's engine; of all its ranks, in order, when there are
         several. None: as the directory says, when somebody has announced the room there.
-        ValueError when this room has a receiver that has not ended.
+        ValueError when that is no address, or this room has a receiver that has not ended.
         """
         name = self._room(room, "decode")
         addresses = (prefill,) if isinstance(prefill, str) else tuple(prefill or ())
+        addresses = tuple(format_address(*parse_address(one)) for one in addresses)
         if prefill is None and self._directory is None:
             raise ValueError(f"room {name!r}: without a directory, prefill must be given")
         if prefill is not None and not addresses:

@@ -170,15 +170,20 @@ class KVReceiver(Handover):
         ranks = senders(heads_of(layout), layout.rank, layout.ranks, len(prefill))
         self._sources = {rank: _Source(manager._wires.to(prefill[rank]), rank) for rank in ranks}
         manager._receivers[self._id] = self
-        await asyncio.gather(
-            *(
+        tellings = [
+            asyncio.ensure_future(
                 self._tell(
                     source,
                     Start(self._id, self.room, source.rank, len(prefill), layout, blocks, aux),
                 )
-                for source in self._sources.values()
             )
-        )
+            for source in self._sources.values()
+        ]
+        try:
+            await asyncio.gather(*tellings)
+        finally:
+            for telling in tellings:
+                telling.cancel()
 
     async def _tell(self, source: _Source, start: Message) -> None:
         """Try until it works; the room's limit ends that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from .manager import KVManager
 
 __all__ = ["KVSender"]
+
+_logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """How often a write is begun whose session ends although decode is there: decode fences prefill
@@ -121,8 +124,6 @@ class KVSender(Handover):
             self._fail("sending was cancelled")
             await settled(self._settling)
             raise
-        except AioFlagcxError as error:
-            self._fail(str(error), cause=error)
         await self._raise()
 
     # What decode says ------------------------------------------------------------------------
@@ -167,8 +168,8 @@ class KVSender(Handover):
     async def _greet_all(self) -> None:
         try:
             await asyncio.gather(*(self._greet(target) for target in self._targets.values()))
-        except AioFlagcxError as error:
-            self._fail(str(error), cause=error)
+        except Exception as error:
+            self._failed_by(error)
         else:
             if self._state is KVPoll.Bootstrapping:
                 self.aux = self._targets[min(self._targets)].start.aux
@@ -258,25 +259,27 @@ class KVSender(Handover):
     async def _send(self, chunk: _Chunk, last: bool, aux: bytes) -> None:
         others = self._sending - {asyncio.current_task()}
         if last and others:
-            await asyncio.wait(others)  # what they raise, those who called them are told
+            await asyncio.wait(others)
         if self.error is not None:
-            raise self.error
+            return
         writes = [
             asyncio.ensure_future(self._write(target, chunk, last, aux))
             for target in self._targets.values()
         ]
         await asyncio.wait(writes, return_when=asyncio.FIRST_EXCEPTION)
-        errors = [one.exception() for one in writes if one.done() and not one.cancelled()]
+        errors = [one.exception() for one in writes if one.done()]
         failure = next((error for error in errors if error is not None), None)
         if failure is not None:
-            self._fail(str(failure), cause=failure)
-            await asyncio.wait(writes)
-            for one in writes:
-                if not one.cancelled():
-                    one.exception()
-            raise failure
-        if last and self._state is not KVPoll.Failed:
+            self._failed_by(failure)
+            await asyncio.gather(*writes, return_exceptions=True)
+        elif last and self._state is not KVPoll.Failed:
             self._succeed()
+
+    def _failed_by(self, error: BaseException) -> None:
+        """It fails by an error of ours, which the other side is told, too."""
+        if not isinstance(error, AioFlagcxError):
+            _logger.error("room %r", self.room, exc_info=error)
+        self._fail(str(error) or type(error).__name__, cause=error)
 
     async def _write(self, target: _Target, chunk: _Chunk, last: bool, aux: bytes) -> None:
         manager = self._manager

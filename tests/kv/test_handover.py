@@ -378,6 +378,8 @@ async def test_misuse_is_told_from_failure(pair: Pair) -> None:
         decode.manager.receiver("r")
     with pytest.raises(ValueError, match="no prefill rank"):
         decode.manager.receiver("r", [])
+    with pytest.raises(ValueError, match="nonsense"):
+        decode.manager.receiver("r", "nonsense")
     with pytest.raises(TypeError, match="a room is a str or an int"):
         prefill.manager.sender(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 1024 bytes"):
@@ -554,6 +556,16 @@ async def test_pools_that_prefill_cannot_reach_fail_the_room_on_both_sides(pair:
         with pytest.raises(HandoverError, match="lies in no single region"):
             await sender.send([0])
         with pytest.raises(HandoverError, match="lies in no single region"):
+            await receiver.done()
+
+
+async def test_pools_at_addresses_that_cannot_be_fail_the_room_on_both_sides(pair: Pair) -> None:
+    layout = CacheGroup([2**62] * LAYERS, 2**32 - 1, BLOCK, stride=2**32)
+    async with Server.open("decode", layout=layout, register=False) as decode:
+        sender, receiver = await started((pair[0], decode))
+        with pytest.raises(HandoverError, match="reaches over"):
+            await sender.send([0])
+        with pytest.raises(HandoverError, match="reaches over"):
             await receiver.done()
 
 
