@@ -13,6 +13,17 @@ namespace aioflagcx::engine {
 
 namespace {
 
+// What is asked for, as far as every device goes along.
+EngineOptions within_limits(EngineOptions options,
+                            const std::vector<std::unique_ptr<verbs::Device>>& devices) {
+    for (const auto& device : devices) {
+        const verbs::DeviceAttributes& limits = device->attributes();
+        options.slice_size = std::min(options.slice_size, limits.max_msg_size);
+        options.max_wr_per_qp = std::min(options.max_wr_per_qp, limits.max_qp_wr);
+    }
+    return options;
+}
+
 std::vector<std::unique_ptr<RdmaContext>> make_contexts(
     std::vector<std::unique_ptr<verbs::Device>> devices, const EngineOptions& options,
     Stats& stats) {
@@ -43,7 +54,7 @@ void remember(std::vector<std::weak_ptr<T>>& registry, const std::shared_ptr<T>&
 
 TransferEngine::TransferEngine(EngineOptions options,
                                std::vector<std::unique_ptr<verbs::Device>> devices)
-    : options_(std::move(options)),
+    : options_(within_limits(std::move(options), devices)),
       contexts_(make_contexts(std::move(devices), options_, stats_)),
       regions_(make_table(contexts_)),
       liveness_(std::make_unique<Liveness>(options_.bind_address, stats_)) {

@@ -148,6 +148,7 @@ int post_send(ibv_qp* handle, ibv_send_wr* wr, ibv_send_wr**) {
     Qp& qp = *reinterpret_cast<Qp*>(handle);
     for (; wr != nullptr; wr = wr->next) {
         all.posted.push_back(wr->opcode);
+        if (wr->num_sge > 0) all.longest = std::max(all.longest, wr->sg_list[0].length);
         if (all.hold) {
             qp.held.push_back(*wr);
         } else if (qp.qp.state == IBV_QPS_ERR) {
@@ -280,7 +281,7 @@ int ibv_close_device(ibv_context* handle) {
 int ibv_query_device(ibv_context*, ibv_device_attr* attributes) {
     const std::lock_guard lock(state().mutex);
     *attributes = {};
-    attributes->max_qp_wr = 1024;
+    attributes->max_qp_wr = static_cast<int>(state().max_qp_wr);
     attributes->max_cqe = 65536;
     attributes->max_mr_size = state().max_mr_size;
     attributes->max_qp_rd_atom = attributes->max_qp_init_rd_atom = 16;
@@ -289,10 +290,12 @@ int ibv_query_device(ibv_context*, ibv_device_attr* attributes) {
 }
 
 int ibv_query_port(ibv_context*, std::uint8_t, _compat_ibv_port_attr* attributes) {
+    const std::lock_guard lock(state().mutex);
     auto* const port = reinterpret_cast<ibv_port_attr*>(attributes);
-    port->state = IBV_PORT_ACTIVE;
+    port->lid = state().lid;
+    port->state = state().port_state;
     port->active_mtu = port->max_mtu = IBV_MTU_4096;
-    port->max_msg_sz = 1U << 30;
+    port->max_msg_sz = state().max_msg_sz;
     port->link_layer = IBV_LINK_LAYER_ETHERNET;
     return 0;
 }
@@ -442,6 +445,11 @@ void ibv_ack_cq_events(ibv_cq*, unsigned int) {}
 ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
     State& all = state();
     const std::lock_guard lock(all.mutex);
+    if (init->cap.max_send_wr > all.max_qp_wr || init->cap.max_recv_wr > all.max_qp_wr) {
+        errno = EINVAL;
+        return nullptr;
+    }
+    all.max_send_wr = std::max(all.max_send_wr, init->cap.max_send_wr);
     auto qp = std::make_unique<Qp>();
     qp->qp.context = pd->context;
     qp->qp.pd = pd;

@@ -33,6 +33,10 @@ struct FakeVerbs {
     // Before the devices are opened.
     std::vector<std::string> names{"fake0", "fake1"};
     std::uint64_t max_mr_size = ~std::uint64_t{0};
+    std::uint32_t max_qp_wr = 1024;
+    std::uint32_t max_msg_sz = 1U << 30;
+    std::uint16_t lid = 0;
+    ibv_port_state port_state = IBV_PORT_ACTIVE;
     std::vector<FakeGid> gids{FakeGid{}};  // of every port
     ibv_fork_status fork_status = IBV_FORK_DISABLED;
 
@@ -46,6 +50,8 @@ struct FakeVerbs {
     std::vector<FakeRegistration> registrations;
     std::vector<std::pair<ibv_qp_attr, int>> modified;  // attributes and mask
     std::vector<ibv_wr_opcode> posted;
+    std::uint32_t longest = 0;      // bytes of one request
+    std::uint32_t max_send_wr = 0;  // most of a queue pair's
     std::uint32_t last_qp_num = 0;
     int mrs = 0;  // that there are
 

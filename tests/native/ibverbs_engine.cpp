@@ -80,6 +80,60 @@ TEST_F(RailsTest, QueuePairsHaveWhatTheConfigSays) {
     EXPECT_EQ(to_rts, 2);
 }
 
+// What the queue pairs went to RTR with.
+std::vector<ibv_qp_attr> addressed(FakeVerbs& fake) {
+    const std::lock_guard lock(fake.mutex);
+    std::vector<ibv_qp_attr> all;
+    for (const auto& [attributes, mask] : fake.modified) {
+        if ((mask & IBV_QP_AV) != 0) all.push_back(attributes);
+    }
+    return all;
+}
+
+TEST_F(RailsTest, ThePathMtuIsTheSmallerOfBothPorts) {
+    start(1);
+    const auto other = engine->create_session("peer:2");
+    tell_table(*other);
+    const auto offer = other->prepare(1, 0);
+    auto reply = responder->accept(2, offer);
+    reply[0]["mtu"] = std::uint64_t{IBV_MTU_1024};
+    other->establish(1, 0, reply, Deadline::max());
+    EXPECT_EQ(addressed(fake).back().path_mtu, IBV_MTU_1024);
+    other->close();
+}
+
+TEST_F(RailsTest, InfiniBandHasAGlobalHeaderOnlyBetweenSubnets) {
+    testing::FakeGid gid;
+    gid.type = IBV_GID_TYPE_IB;
+    set(&FakeVerbs::gids, std::vector{gid});
+    set(&FakeVerbs::lid, std::uint16_t{17});
+    start(1);
+    for (const ibv_qp_attr& attributes : addressed(fake)) {
+        EXPECT_EQ(attributes.ah_attr.is_global, 0);
+        EXPECT_EQ(attributes.ah_attr.dlid, 17);
+    }
+    const auto other = engine->create_session("peer:2");
+    tell_table(*other);
+    auto reply = responder->accept(2, other->prepare(1, 0));
+    std::get<Bytes>(reply[0].at("gid"))[0] = 1;  // of another subnet's prefix
+    other->establish(1, 0, reply, Deadline::max());
+    EXPECT_EQ(addressed(fake).back().ah_attr.is_global, 1);
+    EXPECT_EQ(addressed(fake).back().ah_attr.grh.dgid.raw[0], 1);
+    other->close();
+}
+
+TEST_F(RailsTest, WhatADeviceDoesNotTakeIsNotAskedOfIt) {
+    set(&FakeVerbs::max_qp_wr, 200U);
+    set(&FakeVerbs::max_msg_sz, 5000U);
+    options.max_wr_per_qp = 1000;
+    start(1);
+    write(1);
+    wait_done(1);
+    EXPECT_EQ(source, target);
+    EXPECT_EQ(get(&FakeVerbs::longest), 5000U);
+    EXPECT_EQ(get(&FakeVerbs::max_send_wr), 200U);
+}
+
 TEST_F(RailsTest, AnErrorTellsStatusVendorErrorRailAndSlice) {
     options.slice_size = 1 << 16;
     start(1);
@@ -171,17 +225,35 @@ TEST_F(RailsTest, APortWithoutAddressIsDownUntilItHasOne) {
     wait_done(1);
 }
 
+TEST_F(RailsTest, AnAddressOfAPortThatIsDownBringsNothingBack) {
+    start(1);
+    set(&FakeVerbs::gids, std::vector<testing::FakeGid>{});
+    set(&FakeVerbs::port_state, IBV_PORT_DOWN);
+    fake.report(0, IBV_EVENT_GID_CHANGE);
+    wait_notes(1);
+    set_address(1);
+    fake.report(0, IBV_EVENT_GID_CHANGE);
+    wait_notes(2);
+    EXPECT_FALSE(notes[1].back);
+    set(&FakeVerbs::port_state, IBV_PORT_ACTIVE);
+    fake.report(0, IBV_EVENT_PORT_ACTIVE);
+    wait_notes(3);
+    EXPECT_TRUE(notes[2].back);
+}
+
 TEST_F(RailsTest, AQueuePairThatFailsByItselfTakesItsRailDownAndNoOther) {
     start(2);
     // The session's of the second rail is the last but one, the responder's the last.
     const std::uint32_t ours = get(&FakeVerbs::last_qp_num) - 1;
     fake.report(0, IBV_EVENT_QP_FATAL, ours);  // of another device: means nothing
-    wait_notes(1);
+    fake.report(0, IBV_EVENT_LID_CHANGE);
+    wait_notes(2);  // so the first is over
+    EXPECT_EQ(engine->stats().endpoints_failed.load(), 0U);
     fake.report(1, IBV_EVENT_QP_FATAL, ours);
     wait_downs(1);
     EXPECT_EQ(downs[0].epoch.rail, 1U);
-    wait_notes(2);
-    EXPECT_TRUE(notes[1].bad);
+    wait_notes(3);
+    EXPECT_TRUE(notes[2].bad);
     write(1);
     wait_done(1);
     EXPECT_EQ(downs.size(), 1U);

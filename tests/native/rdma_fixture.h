@@ -31,6 +31,11 @@ struct RdmaTest : ::testing::Test {
     RdmaTest() {
         const std::lock_guard lock(fake.mutex);
         fake.max_mr_size = ~std::uint64_t{0};
+        fake.max_qp_wr = 1024;
+        fake.max_msg_sz = 1U << 30;
+        fake.lid = 0;
+        fake.port_state = IBV_PORT_ACTIVE;
+        fake.longest = fake.max_send_wr = 0;
         fake.gids = {testing::FakeGid{}};
         fake.register_error = fake.dmabuf_error = fake.modify_error = 0;
         fake.hold = false;
@@ -84,11 +89,11 @@ struct RdmaEngineTest : RdmaTest {
         return engine->regions()->add(
             std::vector<engine::RegionSpec>{{address_of(memory), size, access, true, {}}})[0];
     }
-    void tell_table() {
+    void tell_table() { tell_table(*session); }
+    void tell_table(engine::Session& told) {
         const std::string table = engine->regions()->since(0).table;
-        session->update_table(true, 0, engine->regions()->generation(),
-                              {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()},
-                              {});
+        told.update_table(true, 0, engine->regions()->generation(),
+                          {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()}, {});
     }
     void connect(std::uint64_t attempt, std::uint32_t rail) {
         const auto offer = session->prepare(attempt, rail);

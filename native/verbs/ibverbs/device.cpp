@@ -66,8 +66,8 @@ std::vector<ibv_gid_entry> gids_of(ibv_context* context, std::uint8_t port) {
     return entries;
 }
 
-// Asks the port for what is its own and may change.
-void look_up_address(Port& port) {
+// Asks the port for what is its own and may change. Whether it is active.
+bool look_up_address(Port& port) {
     const PortInfo& info = port.options.port;
     ibv_port_attr attributes{};
     const int error = Library::get().port_attributes(port.context.get(), info.port, &attributes);
@@ -79,6 +79,7 @@ void look_up_address(Port& port) {
     std::memcpy(port.address.gid.data(), gid.gid.raw, sizeof gid.gid.raw);
     port.address.kind = gid_kind(gid);
     port.gid_index = static_cast<std::uint8_t>(gid.gid_index);
+    return attributes.state == IBV_PORT_ACTIVE;
 }
 
 std::shared_ptr<const Port> open_port(std::shared_ptr<ibv_context> context,
@@ -110,8 +111,9 @@ class CurrentPort {
     void look_again(DeviceEvent& event) {
         const std::lock_guard lock(mutex_);
         auto fresh = std::make_shared<Port>(*port_);
+        bool active = false;
         try {
-            look_up_address(*fresh);
+            active = look_up_address(*fresh);
         } catch (const NativeError& error) {
             lost_ = true;
             event.kind = DeviceEvent::Kind::PortDown;
@@ -126,7 +128,7 @@ class CurrentPort {
         if (event.kind == DeviceEvent::Kind::PortActive) return;
         event.text += "; its address is " + gid_text(port_->address.gid) + " (" +
                       gid_kind_name(port_->address.kind) + ")";
-        if (back) {
+        if (back && active) {
             event.kind = DeviceEvent::Kind::PortActive;
         } else if (same) {
             event.kind = DeviceEvent::Kind::Other;
