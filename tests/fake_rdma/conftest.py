@@ -28,6 +28,21 @@ class Gpu:
         return content.raw
 
 
+class Nics:
+    """The devices of the fake libibverbs, fake0 and fake1."""
+
+    PORT_ACTIVE = 9
+    PORT_ERROR = 10
+    """Of enum ibv_event_type."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libibverbs.so.1")
+
+    def report(self, device: int, event: int) -> None:
+        """To the engine that has opened this device last."""
+        self._library.fake_ibverbs_report(device, event)
+
+
 class GpuArray:
     """What cupy and numba make: memory of a GPU by its interface."""
 
@@ -43,3 +58,8 @@ class GpuArray:
 @pytest.fixture(scope="session")
 def gpu() -> Gpu:
     return Gpu()
+
+
+@pytest.fixture(scope="session")
+def nics() -> Nics:
+    return Nics()

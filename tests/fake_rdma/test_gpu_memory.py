@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from random import Random
 
@@ -30,15 +29,6 @@ async def decode() -> AsyncIterator[Engine]:
 async def soft() -> AsyncIterator[Engine]:
     async with Engine(devices="soft") as engine:
         yield engine
-
-
-async def test_rdma_devices_are_taken_by_themselves_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, "aioflagcx"):
-        async with Engine():
-            pass
-    assert "on fake0, fake1 (every active RDMA port)" in caplog.text
 
 
 @pytest.mark.parametrize("access", ["write", "read_write"])

@@ -235,6 +235,10 @@ using namespace aioflagcx::testing;
 
 extern "C" {
 
+void fake_ibverbs_report(unsigned device, int type) {
+    fake_verbs().report(device, static_cast<ibv_event_type>(type));
+}
+
 ibv_device** ibv_get_device_list(int* count) {
     State& all = state();
     const std::lock_guard lock(all.mutex);

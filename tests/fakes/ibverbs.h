@@ -64,3 +64,6 @@ struct FakeVerbs {
 FakeVerbs& fake_verbs();
 
 }  // namespace aioflagcx::testing
+
+// FakeVerbs::report(), for Python.
+extern "C" void fake_ibverbs_report(unsigned device, int type);
