@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 import pytest
-from api.pair import until
 from fake_rdma.conftest import Nics
 
 from aioflagcx import Engine
 from aioflagcx.errors import ConfigError
 
 SIZE = 1 << 20
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """For what gives no event to wait for."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about within 60 s"
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
