@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from . import _native
-from .errors import ProtocolError, TransferTimeout
+from .errors import ConnectError, ProtocolError, TransferTimeout
 from .handshake import ControlConnection
 from .handshake.messages import Metadata, MetadataUpdate
 from .threads import NativeThreads
@@ -30,7 +30,8 @@ class RemoteTable:
         self._next: asyncio.Task[None] | None = None
 
     async def replace(self, generation: int, table: bytes) -> None:
-        """Take a whole table; :class:`~aioflagcx.errors.ProtocolError` when it is broken."""
+        """Take a whole table; :class:`~aioflagcx.errors.ProtocolError` when it is broken, another
+        :class:`~aioflagcx.errors.ConnectError` when there is no memory for what it asks for."""
         update = MetadataUpdate(full=True, base=0, generation=generation, table=table, removed=b"")
         await self._apply(update)
 
@@ -46,7 +47,7 @@ class RemoteTable:
         be older than what the caller knows.
 
         Raises :class:`~aioflagcx.errors.TransferTimeout`,
-        :class:`~aioflagcx.errors.PeerLost` or :class:`~aioflagcx.errors.ProtocolError`.
+        :class:`~aioflagcx.errors.PeerLost` or what :meth:`replace` raises.
         """
         task = self._ask_soon()
         await asyncio.wait((task,), timeout=timeout)
@@ -91,6 +92,14 @@ class RemoteTable:
                 peer = self._connection.peer
                 raise ProtocolError(
                     f"{peer} sent a broken region table", peer=peer, cause=error
+                ) from error
+            except _native.NativeError as error:
+                peer = self._connection.peer
+                raise ConnectError(
+                    f"writes into {peer}'s memory end with a read, and there is no memory of ours "
+                    f"for what is read: {error.call}: {error.detail}",
+                    peer=peer,
+                    cause=error,
                 ) from error
         if applied:
             _logger.debug("%s: regions of generation %d", self._connection.peer, update.generation)

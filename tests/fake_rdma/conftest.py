@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +44,15 @@ class Nics:
     def report(self, device: int, event: int) -> None:
         """To the engine that has opened this device last."""
         self._library.fake_ibverbs_report(device, event)
+
+    @contextlib.contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """No registration succeeds meanwhile."""
+        self._library.fake_ibverbs_fail_registrations(errno.ENOMEM)
+        try:
+            yield
+        finally:
+            self._library.fake_ibverbs_fail_registrations(0)
 
 
 class GpuArray:

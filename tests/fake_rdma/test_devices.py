@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from fake_rdma.conftest import Nics
 
-from aioflagcx import Engine
-from aioflagcx.errors import ConfigError
+from aioflagcx import Config, Engine
+from aioflagcx.errors import ConfigError, ConnectError, RegistrationError
 
 SIZE = 1 << 20
 
@@ -70,3 +70,18 @@ async def test_a_port_that_goes_down_and_comes_back(
         await until(lambda: prefill.stats().rails_down == 0)
         assert await prefill.write(session, src, session.regions["kv"], SIZE) == SIZE
         assert prefill.stats().endpoints_failed == 1
+
+
+async def test_memory_that_may_not_be_locked_is_told_by_whoever_needs_it(nics: Nics) -> None:
+    words = r"fake0: .*(ulimit -l unlimited|out of memory for it)"
+    relaxed = Config(relaxed_ordering=True)
+    async with Engine(config=relaxed) as decode, Engine() as prefill:
+        await decode.register(bytearray(SIZE), name="kv")
+        src = await prefill.register(bytes(SIZE), access="read")
+        with nics.without_memory():
+            with pytest.raises(RegistrationError, match=words):
+                await prefill.register(bytearray(64))
+            with pytest.raises(ConnectError, match=f"end with a read.*{words}"):
+                await prefill.connect(decode.session_id)
+        session = await prefill.connect(decode.session_id)
+        assert await prefill.write(session, src, session.regions["kv"], SIZE) == SIZE

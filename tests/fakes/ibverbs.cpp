@@ -239,6 +239,11 @@ void fake_ibverbs_report(unsigned device, int type) {
     fake_verbs().report(device, static_cast<ibv_event_type>(type));
 }
 
+void fake_ibverbs_fail_registrations(int error) {
+    const std::lock_guard lock(fake_verbs().mutex);
+    fake_verbs().register_error = error;
+}
+
 ibv_device** ibv_get_device_list(int* count) {
     State& all = state();
     const std::lock_guard lock(all.mutex);

@@ -65,5 +65,6 @@ FakeVerbs& fake_verbs();
 
 }  // namespace aioflagcx::testing
 
-// FakeVerbs::report(), for Python.
+// For Python: FakeVerbs::report(), and FakeVerbs::register_error.
 extern "C" void fake_ibverbs_report(unsigned device, int type);
+extern "C" void fake_ibverbs_fail_registrations(int error);
