@@ -212,10 +212,10 @@ class KVReceiver(Handover):
     def _succeed(self) -> None:
         self._advance(KVPoll.Success)
         self._no_limit()
+        self.quiet = True
         self._end()
 
     def _end(self) -> None:
-        self.quiet = True
         self._manager._forget_receiver(self._id, self)
         for source in self._sources.values():
             source.wire.forget(self)
@@ -230,6 +230,7 @@ class KVReceiver(Handover):
             await asyncio.gather(
                 *(self._silence(source, reason) for source in self._sources.values())
             )
+            self.quiet = True
         finally:
             self._end()
 

@@ -344,14 +344,15 @@ class KVSender(Handover):
         transfers = [one for target in self._targets.values() for one in target.transfers]
         for transfer in transfers:
             transfer.cancel()
-        while any(target.transfers for target in self._targets.values()):
-            await asyncio.wait([task for task in self._sending if not task.done()])
+        for transfer in transfers:  # no other one is begun
+            await transfer._quiet()
         self._end()
         manager._remember(self, reason)
         tellings = []
         for target in self._targets.values():
-            failed = Failed(target.start.id, target.start.to_rank, reason, target.quiet)
-            if not target.quiet:
+            quiet = target.quiet and all(one.remote_quiet for one in target.transfers)
+            failed = Failed(target.start.id, target.start.to_rank, reason, quiet)
+            if not quiet:
                 manager._never_quiet(target.start.id)
             tellings.append(manager._spawn(manager._try_to_tell(target.wire, failed)))
         if tellings:  # a decode that is stopped answers later, or never

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -90,12 +91,12 @@ class Wire:
 
 
 class Wires:
-    """The wires of one manager, by the peers' session ids."""
+    """The wires of one manager, by the peers' session ids; each as long as it is in use."""
 
     def __init__(self, engine: Engine, spawn: Spawn) -> None:
         self._engine = engine
         self._spawn = spawn
-        self._wires: dict[str, Wire] = {}
+        self._wires: weakref.WeakValueDictionary[str, Wire] = weakref.WeakValueDictionary()
 
     def to(self, session_id: str) -> Wire:
         """The wire to an engine; connects nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -567,6 +568,24 @@ async def test_pools_at_addresses_that_cannot_be_fail_the_room_on_both_sides(pai
             await sender.send([0])
         with pytest.raises(HandoverError, match="reaches over"):
             await receiver.done()
+
+
+async def test_more_blocks_than_a_notification_holds_are_refused(pair: Pair) -> None:
+    memory = np.zeros(LAYERS * 300_000, np.uint8)
+    layout = group_of(memory, blocks=300_000)
+    async with Server.open("decode", memory, layout=layout) as decode:
+        receiver = decode.manager.receiver("r", pair[0].manager.session_id)
+        with pytest.raises(HandoverError, match="notification_max_payload"):
+            await receiver.start(range(300_000))
+
+
+async def test_peers_that_are_gone_are_forgotten(pair: Pair) -> None:
+    prefill, _ = pair
+    async with Server.open("decode") as decode:
+        await handed_over(prefill.manager, decode.manager, "r", [0], [1])
+        assert len(prefill.manager._wires._wires) == 1
+    gc.collect()
+    await until(lambda: not prefill.manager._wires._wires)
 
 
 async def test_a_server_that_closes_gives_its_rooms_up() -> None:
