@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "verbs/soft/guarded_receive.h"
 #include "verbs/soft/socket.h"
 
 namespace aioflagcx::verbs::soft {
@@ -186,7 +187,7 @@ ReceiveStream::Step ReceiveStream::receive_payload(std::size_t& budget) {
         pieces[count++] = {meta_.data(), wire::kFrameStart};
         requested += wire::kFrameStart;
     }
-    const ssize_t got = receive_pieces(fd_.get(), {pieces.data(), count});
+    const ssize_t got = receive_wanted(fd_.get(), {pieces.data(), count});
     const Step step = classify(got, requested, budget);
     if (got <= 0) return step;
     std::size_t stored = std::min(static_cast<std::size_t>(got), data);

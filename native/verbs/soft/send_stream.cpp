@@ -1,7 +1,6 @@
 #include "verbs/soft/send_stream.h"
 
 #include <sys/epoll.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -23,8 +22,7 @@ SendStream::SendStream(UniqueFd fd, SendQueue& queue, MrCache& mrs, StreamOwner&
     : fd_(std::move(fd)), queue_(queue), mrs_(mrs), owner_(owner) {}
 
 void SendStream::close() noexcept {
-    // A fork()ed child may hold a copy of the descriptor, which would keep the connection open.
-    if (fd_) ::shutdown(fd_.get(), SHUT_RDWR);
+    if (fd_) reset_connection(fd_.get());
     fd_.reset();
     readable_ = writable_ = false;
 }

@@ -64,6 +64,12 @@ ssize_t receive_pieces(int fd, std::span<iovec> pieces) noexcept {
     return got;
 }
 
+void reset_connection(int fd) noexcept {
+    sockaddr nowhere{};
+    nowhere.sa_family = AF_UNSPEC;  // as connect(2) has it, for TCP
+    if (::connect(fd, &nowhere, sizeof nowhere) != 0) ::shutdown(fd, SHUT_RDWR);
+}
+
 ssize_t discard_bytes(int fd, std::size_t size) noexcept {
     std::array<std::uint8_t, 16384> unread;
     ssize_t got = 0;

@@ -22,6 +22,10 @@ void wait_for(int fd, short events, Deadline deadline);
 // on failure.
 ssize_t send_pieces(int fd, std::span<iovec> pieces) noexcept;
 ssize_t receive_pieces(int fd, std::span<iovec> pieces) noexcept;
+// Ends the connection at once, for copies of the descriptor that fork()ed children may hold as
+// well: what is not sent yet is not sent, and the peer is told that nothing unread is wanted.
+void reset_connection(int fd) noexcept;
+
 // Takes `size` bytes from the stream without storing them anywhere.
 ssize_t discard_bytes(int fd, std::size_t size) noexcept;
 

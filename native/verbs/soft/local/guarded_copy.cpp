@@ -10,13 +10,7 @@
 #include <cstring>
 
 #include "verbs/soft/limits.h"
-
-#if defined(__x86_64__) && __has_include(<sys/rseq.h>)
-#include <sys/rseq.h>
-#define AIOFLAGCX_RSEQ 1
-#else
-#define AIOFLAGCX_RSEQ 0
-#endif
+#include "verbs/soft/own_rseq.h"
 
 namespace aioflagcx::verbs::soft::local {
 
@@ -119,22 +113,6 @@ aioflagcx_guarded_movs:
     .size aioflagcx_guarded_movs, . - aioflagcx_guarded_movs
     .popsection
 )");
-
-namespace {
-
-// This thread's, as the C library registered it; or null.
-struct rseq* own_rseq() noexcept {
-    if (__rseq_size == 0) return nullptr;
-    auto* const own = reinterpret_cast<struct rseq*>(
-        static_cast<char*>(__builtin_thread_pointer()) + __rseq_offset);
-    // Negative: the kernel did not take it.
-    return static_cast<std::int32_t>(own->cpu_id) < 0 ? nullptr : own;
-}
-
-static_assert(offsetof(struct rseq, rseq_cs) == 8, "as the sequences have it");
-static_assert(RSEQ_SIG == 0x53053053, "as the sequences have it");
-
-}  // namespace
 
 bool copies_are_guarded() noexcept { return own_rseq() != nullptr; }
 
