@@ -52,12 +52,26 @@ std::size_t IbvCompletionQueue::take_pending(std::span<WorkCompletion> out) {
     return count;
 }
 
+// A queue pair's completions end with it. Another one that got its number has none here yet: the
+// device is asked for more only when nothing is pending.
+void IbvCompletionQueue::drop_removed() {
+    const std::lock_guard lock(mutex_);
+    for (const std::uint32_t num : removed_) {
+        std::erase_if(pending_, [num](const auto& completion) { return completion.qp_num == num; });
+    }
+    removed_.clear();
+}
+
 std::size_t IbvCompletionQueue::poll(std::span<WorkCompletion> out) {
-    if (!pending_.empty()) return take_pending(out);
+    if (!pending_.empty()) {
+        drop_removed();
+        if (!pending_.empty()) return take_pending(out);
+    }
     const int wanted = static_cast<int>(std::min(out.size(), polled_.size()));
     const int count = ibv_poll_cq(cq_.get(), wanted, polled_.data());
     // Below 0: the device is gone. Its queue pairs hear of that by its events.
     const std::lock_guard lock(mutex_);
+    removed_.clear();  // nothing is pending
     for (int i = 0; i < count; ++i) {
         const ibv_wc& wc = polled_[static_cast<std::size_t>(i)];
         const auto found = qps_.find(wc.qp_num);
@@ -103,9 +117,13 @@ void IbvCompletionQueue::add(IbvQueuePair& qp) {
     qps_[qp.num()] = &qp;
 }
 
-void IbvCompletionQueue::remove(std::uint32_t qp_num) {
+void IbvCompletionQueue::remove(const IbvQueuePair& qp) {
     const std::lock_guard lock(mutex_);
-    qps_.erase(qp_num);
+    const auto found = qps_.find(qp.num());
+    // Once it has been destroyed, its number may be another one's.
+    if (found == qps_.end() || found->second != &qp) return;
+    qps_.erase(found);
+    removed_.push_back(qp.num());
 }
 
 void IbvCompletionQueue::leave(std::uint32_t outstanding) {

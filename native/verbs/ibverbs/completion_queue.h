@@ -40,12 +40,13 @@ class IbvCompletionQueue final : public CompletionQueue {
     void release(std::uint32_t count) noexcept;
     void add(IbvQueuePair& qp);
     // Its completions are of no interest any more.
-    void remove(std::uint32_t qp_num);
+    void remove(const IbvQueuePair& qp);
     // Entries that a destroyed queue pair may have left.
     void leave(std::uint32_t outstanding);
 
   private:
     std::size_t take_pending(std::span<WorkCompletion> out);
+    void drop_removed();
 
     const std::shared_ptr<ibv_context> context_;
     const Handle<ibv_comp_channel> channel_;
@@ -59,7 +60,8 @@ class IbvCompletionQueue final : public CompletionQueue {
 
     std::mutex mutex_;  // guards what follows; held while a queue pair takes its completion in
     std::unordered_map<std::uint32_t, IbvQueuePair*> qps_;
-    std::uint32_t left_behind_ = 0;  // room of destroyed queue pairs
+    std::uint32_t left_behind_ = 0;       // room of destroyed queue pairs
+    std::vector<std::uint32_t> removed_;  // since the last poll
 };
 
 }  // namespace aioflagcx::verbs::ibverbs

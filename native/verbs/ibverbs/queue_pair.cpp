@@ -113,8 +113,8 @@ IbvQueuePair::IbvQueuePair(std::shared_ptr<const Port> port, std::shared_ptr<ibv
 }
 
 IbvQueuePair::~IbvQueuePair() {
-    send_cq_.remove(num_);
-    recv_cq_.remove(num_);
+    send_cq_.remove(*this);
+    recv_cq_.remove(*this);
     destroy();
 }
 
@@ -361,8 +361,8 @@ bool IbvQueuePair::fence(Deadline) {
         return true;
     }
     // Before it goes, no poll finds it any more; what was posted on it ends unreported.
-    send_cq_.remove(num_);
-    recv_cq_.remove(num_);
+    send_cq_.remove(*this);
+    recv_cq_.remove(*this);
     destroy();
     return true;
 }
