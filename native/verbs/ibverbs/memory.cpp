@@ -56,8 +56,9 @@ std::string why(int error, const std::string& device, std::uint64_t addr, std::u
                           "LimitMEMLOCK=infinity of a systemd service)";
     } else if (error == EFAULT) {
         text +=
-            "; not all of it is mapped, or it is device memory that the kernel cannot give to "
-            "the NIC (no dmabuf, and no peer-memory module such as nvidia-peermem)";
+            "; not all of it is mapped, or it is mapped both shared and read-only (before Linux "
+            "6.2), or it is device memory that the kernel cannot give to the NIC (no dmabuf, and "
+            "no peer-memory module such as nvidia-peermem)";
     } else if (error == EACCES || error == EPERM) {
         text += "; it is mapped read-only";
     }
