@@ -87,7 +87,7 @@ struct QpInit {
 
 class QueuePair {
   public:
-    virtual ~QueuePair() = default;
+    virtual ~QueuePair() = default;  // no completion of it is polled any more
 
     virtual std::uint32_t num() const noexcept = 0;
     virtual QpState state() const noexcept = 0;
@@ -108,7 +108,7 @@ class QueuePair {
     virtual std::string path_note() const { return {}; }
 
     // Queues requests in order and returns how many were taken: fewer when the send queue is
-    // full. In ERR every request is taken and completes with WR_FLUSH_ERR.
+    // full. In ERR what is taken completes with WR_FLUSH_ERR.
     virtual std::size_t post_send(std::span<const SendWr> requests) = 0;
     virtual void post_recv(std::span<const RecvWr> requests) = 0;
 
@@ -125,7 +125,8 @@ class QueuePair {
     // Responder: to ERR. True when the peer can no longer touch memory through this QP, whatever
     // it still has in its buffers or in the network; false when the deadline comes before that,
     // since the peer is on this host and stopped in the middle of a copy: call again to wait on.
-    // Waits for nothing else. Idempotent.
+    // Waits for nothing else. Whether its receives are still reported, flushed, is up to the
+    // provider. Idempotent.
     virtual bool fence(Deadline deadline) = 0;
 };
 

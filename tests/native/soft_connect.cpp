@@ -33,18 +33,6 @@ SoftOptions with_paths(std::vector<std::string> paths) {
 class SoftConnect : public OnPath {};
 SOFT_ON_EVERY_PATH(SoftConnect);
 
-TEST_P(SoftConnect, StatesFollowTheHandshake) {
-    Side a(options());
-    Side b(options());
-    EXPECT_EQ(a.qp->state(), QpState::Init);
-    b.qp->accept(a.qp->local_attributes());
-    EXPECT_EQ(b.qp->state(), QpState::Rts);
-    a.qp->connect(b.qp->local_attributes(), soon());
-    EXPECT_EQ(a.qp->state(), QpState::Rts);
-    EXPECT_THROW(a.qp->connect(b.qp->local_attributes(), soon()), NativeError);
-    EXPECT_THROW(b.qp->accept(a.qp->local_attributes()), NativeError);
-}
-
 TEST_P(SoftConnect, AFencedResponderRefuses) {
     Side a(options());
     Side b(options());
@@ -78,18 +66,6 @@ TEST_P(SoftConnect, ASecondInitiatorIsRefused) {
     const SendWr wr = a.request(WrOpcode::RdmaWrite, b, 10);
     a.qp->post_send({&wr, 1});
     EXPECT_EQ(a.take_one().status, WcStatus::Success);
-}
-
-TEST_P(SoftConnect, AnErrorInInitEndsTheQp) {
-    Side a(options());
-    Side b(options());
-    a.qp->to_error();
-    EXPECT_EQ(a.qp->state(), QpState::Err);
-    b.qp->fence(soon());
-    EXPECT_THROW(b.qp->accept(a.qp->local_attributes()), NativeError);
-    SendWr wr;
-    EXPECT_EQ(a.qp->post_send({&wr, 1}), 1U);
-    EXPECT_EQ(a.take_one().status, WcStatus::WrFlushErr);
 }
 
 TEST(SoftPaths, TheInitiatorsPreferenceDecides) {
