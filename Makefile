@@ -53,8 +53,8 @@ BENCH ?=
 IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --writable $(GUEST_RESULTS)
 GUEST_RESULTS := build/softroce/results
 
-.PHONY: help bench bench-softroce demo test test-llm test-softroce sanitize lint format \
-    wheel-check clean
+.PHONY: help bench bench-softroce demo test native-tests test-llm test-softroce sanitize lint \
+    format wheel-check clean
 
 help:
 	@echo "make demo            run examples/kv_push.py"
@@ -72,20 +72,24 @@ help:
 demo: $(DONE)/package
 	$(BIN)/python examples/kv_push.py --each
 
-test: $(DONE)/package $(DONE)/test-packages $(DONE)/test-system $(FAKES)
+test: $(DONE)/package $(DONE)/test-packages native-tests
 	$(BIN)/python -m pytest
-	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
-	cmake --build build/native --parallel $(JOBS)
 	$(CTEST) --test-dir build/native
 
 test-llm: $(DONE)/package $(DONE)/test-packages $(DONE)/llm-packages
 	$(BIN)/python -m pytest tests/llm
 
-# First the guest itself, from outside.
-test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system build/softroce/rxe
+native-tests: $(DONE)/test-system $(FAKES)
+	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
+	cmake --build build/native --parallel $(JOBS)
+
+# First the guest itself, from outside. In it, what is tested on the soft device is tested again.
+test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system build/softroce/rxe \
+    native-tests
 	$(BIN)/python -m pytest tests/guest
 	$(IN_GUEST) --timeout 720 -- $(BIN)/python -m pytest -p no:cacheprovider \
-	    --junitxml=$(GUEST_RESULTS)/tests.xml tests/softroce
+	    --junitxml=$(GUEST_RESULTS)/tests.xml -o junit_family=xunit1 \
+	    --rdma rxe0,rxe1 --emulated tests/softroce tests/conformance
 
 bench: $(DONE)/package $(RAW)
 	$(BIN)/python benchmarks/run.py $(BENCH)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from api.pair import MiB, Pair, until
+from conformance.fixtures import Pairs
+from conformance.pair import MiB, Pair, until
 
 from aioflagcx import Engine, _native, rails
 from aioflagcx.connecting import Connecting
 from aioflagcx.errors import ConnectError, ConnectTimeout
-
-Pairs = Callable[..., Any]
 
 
 def native(engine: Engine) -> _native.TransferEngine:
@@ -33,7 +32,7 @@ async def plug(engine: Engine, device: int) -> None:
 @pytest_asyncio.fixture
 async def pair(pairs: Pairs) -> AsyncIterator[Pair]:
     """Two devices on each side, both in use."""
-    pair: Pair = await pairs(size=32 * MiB, devices="soft:2")
+    pair = await pairs(size=32 * MiB, devices="soft:2")
     await until(lambda: not pair.ours.stats().rails_down)
     yield pair
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from api.pair import Pair
+from conformance.devices import Devices, devices_named
+from conformance.pair import Pair
 
 from aioflagcx import Transfer
 from aioflagcx.errors import (
@@ -21,8 +22,8 @@ LIMIT = 16_384
 
 
 @pytest.fixture(params=["process", "local"])
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def devices(request: pytest.FixtureRequest) -> Devices:
+    return devices_named(request.param)
 
 
 async def in_the_call(submit: Callable[[], Transfer]) -> Transfer:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from conformance.sync.threads_pair import together
 from integrations.processes import MiB, Target, free_port, until
-from sync.threads_pair import together
 
 from aioflagcx.integrations import flagcx
 from aioflagcx.integrations.flagcx import FLAGCXLibrary, FlagcxP2pNotifyMsg, P2pConn, P2pEngine

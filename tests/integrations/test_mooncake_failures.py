@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance.sync.threads_pair import InThread
 from integrations.processes import MiB, Target, free_port, until
-from sync.threads_pair import InThread
 
 from aioflagcx.integrations.mooncake import TransferEngine, TransferNotify, TransferOpcode
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conformance.sync.threads_pair import InThread, together
 from integrations.processes import free_port, until
-from sync.threads_pair import InThread, together
 
 import aioflagcx.integrations.mooncake as module
 from aioflagcx.errors import ConfigError

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance.sync.threads_pair import together
 from integrations.processes import MiB, Target, until
-from sync.threads_pair import together
 
 from aioflagcx.integrations.mooncake import TransferEngine, TransferNotify, TransferOpcode
 

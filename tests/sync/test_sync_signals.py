@@ -8,8 +8,8 @@ import socket
 import time
 
 import pytest
+from conformance.sync.threads_pair import InThread, Pair, until
 from sync.children import running
-from sync.threads_pair import InThread, Pair, until
 
 from aioflagcx.sync.loop_thread import LoopThread
 

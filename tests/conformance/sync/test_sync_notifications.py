@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from sync.threads_pair import InThread, Pair, until
+from conformance.sync.threads_pair import InThread, Pair, until
 
 from aioflagcx.errors import EngineClosed
 

@@ -10,12 +10,13 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from api.pair import MiB, Pair, until
+from conformance.fixtures import Engines
+from conformance.pair import MiB, Pair, until
 
 from aioflagcx import Engine, Region, allocation, free_memory
 from aioflagcx._dlpack import export
@@ -33,12 +34,6 @@ from aioflagcx.errors import (
 @pytest.fixture(autouse=True)
 async def nothing_of_the_test_before() -> None:
     await all_gone()
-
-
-@pytest.fixture
-async def engine(engines: Callable[..., Any]) -> Engine:
-    made: Engine = await engines()
-    return made
 
 
 def allocations() -> list[str]:
@@ -219,8 +214,8 @@ async def test_there_are_no_new_views_of_a_region_that_is_gone(engine: Engine) -
 
 
 @pytest.mark.parametrize("end", ["deregister", "close"])
-async def test_a_view_outlives_everything_else(engines: Callable[..., Any], end: str) -> None:
-    engine: Engine = await engines()
+async def test_a_view_outlives_everything_else(engines: Engines, end: str) -> None:
+    engine = await engines.near()
     region = await engine.alloc(MiB)
     views: list[Any] = [
         region.numpy("uint32", (512, 512))[8:, ::2],

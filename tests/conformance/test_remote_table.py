@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from api.pair import Pair, until
+from conformance.fixtures import Pairs
+from conformance.pair import Pair, until
 
 from aioflagcx.errors import PeerLost, RemoteAddressError, TransferTimeout
 
@@ -131,8 +131,8 @@ async def test_the_transfers_timeout_covers_the_question(pair: Pair) -> None:
         await pair.ours.write(pair.session, pair.local, 1, 1)
 
 
-async def test_refresh_is_bounded(pairs: Callable[..., Any]) -> None:
-    pair: Pair = await pairs(transfer_timeout=0.1)
+async def test_refresh_is_bounded(pairs: Pairs) -> None:
+    pair = await pairs(transfer_timeout=0.1)
     gate = hold_metadata(pair)
     with pytest.raises(TransferTimeout):
         await pair.session.refresh()

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from api.pair import silent_peer
-from sync.threads_pair import InThread, Pair, blocked_loop, together, until
+from conformance.devices import Devices
+from conformance.pair import silent_peer
+from conformance.sync.fixtures import Engines
+from conformance.sync.threads_pair import InThread, Pair, blocked_loop, together, until
 
 import aioflagcx
-from aioflagcx import Config
 from aioflagcx.errors import (
     ConfigError,
     ConnectRefused,
@@ -45,8 +46,8 @@ def library_threads() -> int:
     return len({int(name) for name in os.listdir("/proc/self/task")} - others)
 
 
-def test_start_and_close_are_idempotent() -> None:
-    engine = Engine()
+def test_start_and_close_are_idempotent(devices: Devices) -> None:
+    engine = devices.near.sync_engine()
     engine.start()
     first = engine.engine_id
     engine.start()
@@ -56,13 +57,13 @@ def test_start_and_close_are_idempotent() -> None:
     assert engine.session_id == f"{engine.host}:{engine.rpc_port}"  # still tells who it was
 
 
-def test_closing_leaves_no_thread_and_no_descriptor() -> None:
-    with Engine():
+def test_closing_leaves_no_thread_and_no_descriptor(devices: Devices) -> None:
+    with devices.near.sync_engine():
         pass  # whatever is made once
     gc.collect()
     threads, descriptors = library_threads(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with Engine() as engine:
+        with devices.near.sync_engine() as engine:
             region = engine.register(bytearray(64))
             assert engine.write(engine.session_id, region, region, 64) == 64
     until(lambda: library_threads() <= threads)  # the executor does not wait for its own
@@ -71,16 +72,16 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
-def test_starts_and_closes_on_many_threads_share_one() -> None:
-    engine = Engine()
+def test_starts_and_closes_on_many_threads_share_one(devices: Devices) -> None:
+    engine = devices.near.sync_engine()
     together(8, lambda _: engine.start())
     together(8, lambda _: engine.close())
     together(8, lambda index: engine.start() if index % 2 else engine.close())
     engine.close()
 
 
-def test_an_engine_can_be_started_again_as_another_one() -> None:
-    engine = Engine()
+def test_an_engine_can_be_started_again_as_another_one(devices: Devices) -> None:
+    engine = devices.near.sync_engine()
     with engine:
         first = engine.engine_id
         ended = engine.notifications()
@@ -91,8 +92,8 @@ def test_an_engine_can_be_started_again_as_another_one() -> None:
             engine.notifications().get(0)
 
 
-def test_every_call_before_start_and_after_close_is_refused() -> None:
-    engine = Engine()
+def test_every_call_before_start_and_after_close_is_refused(devices: Devices) -> None:
+    engine = devices.near.sync_engine()
     for _ in range(2):
         calls: list[Callable[[], object]] = [
             lambda: engine.register(bytearray(8)),
@@ -114,19 +115,19 @@ def test_every_call_before_start_and_after_close_is_refused() -> None:
     assert list(engine.notifications()) == []
 
 
-def test_what_is_known_only_once_started() -> None:
-    engine = Engine()
+def test_what_is_known_only_once_started(devices: Devices) -> None:
+    engine = devices.near.sync_engine()
     for look in (lambda: engine.session_id, lambda: engine.engine_id, engine.notifications):
         with pytest.raises(EngineClosed, match="not been started"):
             look()
 
 
-def test_a_start_that_fails_leaves_nothing_and_can_be_repeated() -> None:
+def test_a_start_that_fails_leaves_nothing_and_can_be_repeated(devices: Devices) -> None:
     before = library_threads()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind((devices.near.host, 0))
         taken.listen()
-        engine = Engine(port=taken.getsockname()[1])
+        engine = devices.near.sync_engine(taken.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot listen"):
             engine.start()
         until(lambda: library_threads() <= before)
@@ -178,8 +179,8 @@ def test_deregistering_waits_for_transfers(pair: Pair) -> None:
     assert isinstance(transfer.exception(20), TransferCancelled)
 
 
-def test_connecting(engines: Callable[..., Engine]) -> None:
-    ours, theirs = engines(), engines()
+def test_connecting(engines: Engines) -> None:
+    ours, theirs = engines.near(), engines.far()
     sessions = together(8, lambda _: ours.connect(theirs.session_id))
     assert len(set(sessions)) == 1
     assert theirs.stats().responders == ours.stats().sessions == 1
@@ -210,12 +211,11 @@ def test_quiesce(pair: Pair) -> None:
         pair.theirs.quiesce("nobody")
 
 
-def test_a_blocking_and_an_asyncio_engine_are_peers(path: str) -> None:
-    config = Config(soft_paths=(path,))
+def test_a_blocking_and_an_asyncio_engine_are_peers(devices: Devices) -> None:
     memory = np.zeros(4096, np.uint8)
 
     async def serve(ready: list[str], done: threading.Event) -> str:
-        async with aioflagcx.Engine(config=config) as theirs:
+        async with devices.far.engine() as theirs:
             await theirs.register(memory, name="dst")
             ready.append(theirs.session_id)
             note = await anext(theirs.notifications())
@@ -228,7 +228,7 @@ def test_a_blocking_and_an_asyncio_engine_are_peers(path: str) -> None:
     done = threading.Event()
     serving = InThread(lambda: aioflagcx.run(serve(ready, done)))
     until(lambda: ready)
-    with Engine(config=config) as ours:
+    with devices.near.sync_engine() as ours:
         region = ours.register(np.full(4096, 5, np.uint8))
         session = ours.connect(ready[0])
         ours.write(session, region, session.regions["dst"], region, notify=("full", b""))
@@ -296,8 +296,8 @@ def test_closing_while_threads_write_in_a_row(pair: Pair) -> None:
         thread.result()
 
 
-def test_closing_while_others_wait_for_everything_else(engines: Callable[..., Engine]) -> None:
-    ours, theirs = engines(), engines()
+def test_closing_while_others_wait_for_everything_else(engines: Engines) -> None:
+    ours, theirs = engines.near(), engines.far()
     region = ours.register(bytearray(8))
     session = ours.connect(theirs.session_id)
     notes = ours.notifications()
@@ -382,9 +382,9 @@ def test_a_callback_that_raises_does_not_end_the_loop(pair: Pair) -> None:
         logging.getLogger("aioflagcx").setLevel(logging.NOTSET)
 
 
-def test_a_dropped_engine_warns_and_is_freed(path: str) -> None:
+def test_a_dropped_engine_warns_and_is_freed(devices: Devices) -> None:
     before = library_threads()
-    engine = Engine(config=Config(soft_paths=(path,)))
+    engine = devices.near.sync_engine()
     engine.start()
     region = engine.register(bytearray(1 << 20))
     pieces = np.zeros(200_000, np.int64) + region.addr

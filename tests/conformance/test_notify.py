@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from api.pair import Pair, until
+from conformance.devices import Devices
+from conformance.fixtures import Engines, Pairs
+from conformance.pair import Pair, until
 
-from aioflagcx import Config, Engine, Notification
+from aioflagcx import Notification
 from aioflagcx.errors import (
     NotifyRefused,
     PeerLost,
@@ -34,8 +35,8 @@ async def test_with_a_write_after_its_data(pair: Pair) -> None:
     assert (pair.src == pair.dst).all()
 
 
-async def test_the_first_write_to_a_peer_can_notify(engines: Callable[..., Any]) -> None:
-    ours, theirs = await engines(), await engines()
+async def test_the_first_write_to_a_peer_can_notify(engines: Engines) -> None:
+    ours, theirs = await engines.near(), await engines.far()
     local = await ours.register(bytearray(64))
     target = await theirs.register(bytearray(64))
     await ours.write(theirs.session_id, local, target, 64, notify=("first", b""))
@@ -96,8 +97,8 @@ async def test_none_when_the_write_fails(pair: Pair) -> None:
     assert [note.name for note in await take(pair, 1)] == ["last"]
 
 
-async def test_a_full_queue_refuses(pairs: Callable[..., Any]) -> None:
-    pair: Pair = await pairs(notification_queue_length=2)
+async def test_a_full_queue_refuses(pairs: Pairs) -> None:
+    pair = await pairs(notification_queue_length=2)
     for _ in range(2):
         await pair.write(notify=("kept", b""))
     with pytest.raises(NotifyRefused, match="full") as caught:
@@ -113,9 +114,9 @@ async def test_a_full_queue_refuses(pairs: Callable[..., Any]) -> None:
 
 
 async def test_more_than_the_peer_takes_is_refused_before_a_byte_moves(
-    engines: Callable[..., Any],
+    engines: Engines,
 ) -> None:
-    ours, theirs = await engines(), await engines(notification_max_payload=8)
+    ours, theirs = await engines.near(), await engines.far(notification_max_payload=8)
     local = await ours.register(b"x" * 64, access="read")
     memory = bytearray(64)
     target = await theirs.register(memory)
@@ -176,12 +177,11 @@ async def test_stopped_between_data_and_answer_it_is_unknown(pair: Pair) -> None
     gate.set()
 
 
-def test_shutting_the_loop_down_before_the_answer(path: str) -> None:
+def test_shutting_the_loop_down_before_the_answer(devices: Devices) -> None:
     """Every task is cancelled, the one that waits for the peer's answer included."""
 
     async def use(asked: asyncio.Event) -> None:
-        config = Config(soft_paths=(path,))
-        async with Engine(config=config) as ours, Engine(config=config) as theirs:
+        async with devices.near.engine() as ours, devices.far.engine() as theirs:
             region = await ours.register(bytearray(64))
             target = await theirs.register(bytearray(64))
             transfer = ours.submit_write(
@@ -227,8 +227,8 @@ async def test_iteration_ends_when_the_engine_closes(pair: Pair) -> None:
     assert sorted(got) == [str(i) for i in range(10)]
 
 
-async def test_iterators_of_before_the_start(engines: Callable[..., Any]) -> None:
-    engine = Engine()
+async def test_iterators_of_before_the_start(devices: Devices) -> None:
+    engine = devices.near.engine()
     iterator = engine.notifications()
     first = asyncio.ensure_future(anext(iterator))
     async with engine:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from api.pair import Pair, silent_peer, until
+from conformance.devices import Devices
+from conformance.fixtures import Engines
+from conformance.pair import Pair, silent_peer, until
 
 from aioflagcx import Engine, Session
 from aioflagcx.errors import (
     AuthenticationError,
-    ConnectError,
     ConnectRefused,
     ConnectTimeout,
     HostUnreachable,
@@ -25,8 +25,6 @@ from aioflagcx.errors import (
     TransferTimeout,
 )
 
-Start = Callable[..., Any]
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -34,11 +32,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_a_session_tells_what_it_is(pair: Pair, path: str) -> None:
+async def test_a_session_tells_what_it_is(pair: Pair, devices: Devices) -> None:
     session = pair.session
     assert session.id == pair.theirs.session_id
     assert session.peer_engine_id == pair.theirs.engine_id
-    assert session.path == path
+    assert session.path == devices.path
     assert session.alive
 
 
@@ -47,8 +45,8 @@ async def test_there_is_one_session_with_each_peer(pair: Pair) -> None:
     assert pair.theirs.stats().responders == 1
 
 
-async def test_concurrent_calls_share_one_connect(engines: Start) -> None:
-    ours, theirs = await engines(), await engines()
+async def test_concurrent_calls_share_one_connect(engines: Engines) -> None:
+    ours, theirs = await engines.near(), await engines.far()
     region = await ours.register(bytearray(64))
     target = await theirs.register(bytearray(64))
     connects = [ours.connect(theirs.session_id) for _ in range(20)]
@@ -59,8 +57,8 @@ async def test_concurrent_calls_share_one_connect(engines: Start) -> None:
     assert theirs.stats().responders == ours.stats().sessions == 1
 
 
-async def test_a_caller_who_gives_up_leaves_the_connect_to_the_others(engines: Start) -> None:
-    ours, theirs = await engines(), await engines()
+async def test_a_caller_who_gives_up_leaves_the_connect_to_the_others(engines: Engines) -> None:
+    ours, theirs = await engines.near(), await engines.far()
     for turns in range(8):
         first = asyncio.create_task(ours.connect(theirs.session_id))
         others = [asyncio.create_task(ours.connect(theirs.session_id)) for _ in range(3)]
@@ -73,8 +71,8 @@ async def test_a_caller_who_gives_up_leaves_the_connect_to_the_others(engines: S
         await sessions[0].close()
 
 
-async def test_a_short_timeout_does_not_end_the_connect_of_others(engines: Start) -> None:
-    ours = await engines()
+async def test_a_short_timeout_does_not_end_the_connect_of_others(engines: Engines) -> None:
+    ours = await engines.near()
     with silent_peer() as peer:
         short = asyncio.create_task(ours.connect(peer, timeout=0.05))
         await asyncio.sleep(0)
@@ -87,8 +85,8 @@ async def test_a_short_timeout_does_not_end_the_connect_of_others(engines: Start
         assert asyncio.get_running_loop().time() - started > 0.3
 
 
-async def test_when_all_give_up_the_connect_is_given_up(engines: Start) -> None:
-    ours = await engines()
+async def test_when_all_give_up_the_connect_is_given_up(engines: Engines) -> None:
+    ours = await engines.near()
     with silent_peer() as peer:
         callers = [asyncio.create_task(ours.connect(peer, timeout=None)) for _ in range(3)]
         for _ in range(5):
@@ -103,8 +101,8 @@ async def test_when_all_give_up_the_connect_is_given_up(engines: Start) -> None:
 
 
 @pytest.mark.parametrize("turns", range(0, 30, 3))
-async def test_a_connect_cancelled_at_any_time_leaves_nothing(engines: Start, turns: int) -> None:
-    ours, theirs = await engines(), await engines()
+async def test_a_connect_cancelled_at_any_time_leaves_nothing(engines: Engines, turns: int) -> None:
+    ours, theirs = await engines.near(), await engines.far()
     caller = asyncio.create_task(ours.connect(theirs.session_id))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -122,8 +120,8 @@ async def test_a_connect_cancelled_at_any_time_leaves_nothing(engines: Start, tu
 # Errors of connecting ----------------------------------------------------------------------------
 
 
-async def test_nobody_listens(engines: Start) -> None:
-    ours = await engines()
+async def test_nobody_listens(engines: Engines) -> None:
+    ours = await engines.near()
     region = await ours.register(bytearray(8))
     peer = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConnectRefused) as caught:
@@ -136,14 +134,14 @@ async def test_nobody_listens(engines: Start) -> None:
     assert transfer.remote_quiet
 
 
-async def test_no_such_host(engines: Start) -> None:
-    ours = await engines()
+async def test_no_such_host(engines: Engines) -> None:
+    ours = await engines.near()
     with pytest.raises(HostUnreachable):
         await ours.connect("no-such-host.invalid:1")
 
 
-async def test_a_silent_peer(engines: Start) -> None:
-    ours = await engines(connect_timeout=0.2)
+async def test_a_silent_peer(engines: Engines) -> None:
+    ours = await engines.near(connect_timeout=0.2)
     region = await ours.register(bytearray(8))
     with silent_peer() as peer:
         with pytest.raises(ConnectTimeout, match=r"0\.1 s"):
@@ -155,8 +153,8 @@ async def test_a_silent_peer(engines: Start) -> None:
         assert caught.value.peer == peer
 
 
-async def test_a_transfer_that_still_connects_ends_at_once(engines: Start) -> None:
-    ours = await engines()
+async def test_a_transfer_that_still_connects_ends_at_once(engines: Engines) -> None:
+    ours = await engines.near()
     region = await ours.register(bytearray(8))
     with silent_peer() as peer:
         transfer = ours.submit_write(peer, region, 1, 1)
@@ -172,19 +170,11 @@ async def test_a_transfer_that_still_connects_ends_at_once(engines: Start) -> No
         await asyncio.wait_for(ours.deregister(region), 1)  # nothing holds it
 
 
-async def test_different_secrets(engines: Start) -> None:
-    ours = await engines(auth_secret="one secret of over thirty-two letters")
-    theirs = await engines(auth_secret="another secret of over thirty-two letters")
+async def test_different_secrets(engines: Engines) -> None:
+    ours = await engines.near(auth_secret="one secret of over thirty-two letters")
+    theirs = await engines.far(auth_secret="another secret of over thirty-two letters")
     with pytest.raises(AuthenticationError):
         await ours.connect(theirs.session_id)
-
-
-async def test_no_path_in_common(engines: Start) -> None:
-    ours = await engines(soft_paths=("process",))
-    theirs = await engines(soft_paths=("tcp",))
-    with pytest.raises(ConnectError):
-        await ours.connect(theirs.session_id)
-    await until(lambda: not ours.stats().sessions and not theirs.stats().responders)
 
 
 # The end of sessions -----------------------------------------------------------------------------
@@ -222,11 +212,11 @@ async def test_a_peer_that_closes(pair: Pair) -> None:
         await pair.write()
 
 
-async def test_a_peer_that_restarted(pair: Pair, engines: Start) -> None:
+async def test_a_peer_that_restarted(pair: Pair, engines: Engines) -> None:
     port = pair.theirs.rpc_port
     await pair.theirs.close()
     await closed_at(pair)
-    theirs: Engine = await engines(port=port)
+    theirs: Engine = await engines.far(port)
     target = await theirs.register(bytearray(4096), name="dst")
     with pytest.raises(PeerRestarted, match=theirs.engine_id) as caught:
         await pair.write()
@@ -240,8 +230,8 @@ async def test_a_peer_that_restarted(pair: Pair, engines: Start) -> None:
         await pair.write()
 
 
-async def test_two_engines_connect_to_each_other_at_once(engines: Start) -> None:
-    one, two = await engines(), await engines()
+async def test_two_engines_connect_to_each_other_at_once(engines: Engines) -> None:
+    one, two = await engines.near(), await engines.far()
     a = await one.register(np.zeros(64, np.uint8))
     b = await two.register(np.ones(64, np.uint8))
     for _ in range(5):
@@ -250,9 +240,9 @@ async def test_two_engines_connect_to_each_other_at_once(engines: Start) -> None
         await asyncio.gather(there.close(), back.close())
 
 
-async def test_many_peers_at_once(engines: Start) -> None:
-    ours = await engines()
-    peers = await asyncio.gather(*(engines() for _ in range(12)))
+async def test_many_peers_at_once(engines: Engines) -> None:
+    ours = await engines.near()
+    peers = await asyncio.gather(*(engines.far() for _ in range(12)))
     region = await ours.register(bytearray(4096))
     targets = await asyncio.gather(*(peer.register(bytearray(4096)) for peer in peers))
     moved = await asyncio.gather(
