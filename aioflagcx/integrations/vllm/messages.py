@@ -1,0 +1,238 @@
+"""What a decode worker and a prefill worker tell each other over the side channel.
+
+Pure. A message is msgpack: ``[version, kind, field, ...]``, the fields in the order of the class.
+Everything that a peer says is checked; what is no message raises ValueError.
+
+    decode  -- Fetch    --> prefill   write this request's blocks to these of mine
+    decode  <-- Accepted -- prefill   this is the engine that will write
+    decode  <-- Ask     --  prefill   I have a session with your engine: may I write on it?
+    decode  -- Grant    --> prefill   you may
+    decode  -- Stop     --> prefill   do not write; the answer is Failed, unless it was over before
+    decode  <-- Done    --  prefill   everything has landed
+    decode  <-- Failed  --  prefill   it has stopped, and whether anything may still be on its way
+    decode  -- Release  --> prefill   I want nothing of this request
+
+``id`` belongs to one decode worker's load from one prefill worker. Prefill writes only on sessions
+on which it has asked. So decode knows whom to fence off when it has given a load up: nobody whom
+it has not granted anything, and nobody can come later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import msgpack
+
+from ...kv import messages as kv_messages
+
+__all__ = [
+    "Accepted",
+    "Ask",
+    "Done",
+    "Failed",
+    "Fetch",
+    "Grant",
+    "Message",
+    "Release",
+    "Stop",
+    "decode",
+    "encode",
+]
+
+VERSION = 1
+
+MAX_TEXT = 4096
+"""Characters of any text."""
+
+MAX_LAYERS = 65_536
+"""Names of layers in a group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """Decode's agent metadata: its engine, its pools, and the blocks of one request."""
+
+    KIND: ClassVar[int] = 1
+    start: kv_messages.Start
+    """Its ``room`` is the transfer's id, its ``aux`` is empty."""
+    session_id: str
+    engine_id: str
+    request_id: str
+    """Decode's."""
+    layers: tuple[tuple[str, ...], ...]
+    """Names of each group's layers, in the order of the layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """Prefill's worker will do it when the request has been computed."""
+
+    KIND: ClassVar[int] = 2
+    id: bytes
+    session_id: str
+    engine_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Prefill has a session with decode's engine and would write on it."""
+
+    KIND: ClassVar[int] = 3
+    id: bytes
+    engine_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Grant:
+    """It may."""
+
+    KIND: ClassVar[int] = 4
+    id: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Decode does not want it, or not any more."""
+
+    KIND: ClassVar[int] = 5
+    id: bytes
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """All that this worker had to write has landed."""
+
+    KIND: ClassVar[int] = 6
+    id: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """This worker has stopped."""
+
+    KIND: ClassVar[int] = 7
+    id: bytes
+    reason: str
+    quiet: bool
+    """Nothing of it can change decode's blocks any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Decode's ``rank`` of ``ranks`` wants nothing of this transfer."""
+
+    KIND: ClassVar[int] = 8
+    transfer: str
+    request_id: str
+    rank: int
+    ranks: int
+
+
+Message: TypeAlias = Fetch | Accepted | Ask | Grant | Stop | Done | Failed | Release
+
+_KINDS: dict[int, type[Message]] = {
+    kind.KIND: kind for kind in (Fetch, Accepted, Ask, Grant, Stop, Done, Failed, Release)
+}
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message."""
+    fields = [getattr(message, field.name) for field in dataclasses.fields(message)]
+    packed: bytes = msgpack.packb([VERSION, message.KIND, *map(_plain, fields)])
+    return packed
+
+
+def _plain(value: Any) -> Any:
+    return kv_messages.encode(value) if isinstance(value, kv_messages.Start) else value
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame, or ValueError."""
+    try:
+        items = msgpack.unpackb(frame, strict_map_key=True)
+    except Exception as error:  # msgpack's own errors have no common base
+        raise ValueError(f"no msgpack: {error}") from None
+    if not isinstance(items, list) or len(items) < 2:
+        raise ValueError("not a list of version, kind and fields")
+    version, number, *values = items
+    if version != VERSION:
+        raise ValueError(f"version {version!r}, expected {VERSION}")
+    kind = _KINDS.get(number) if isinstance(number, int) else None
+    if kind is None:
+        raise ValueError(f"unknown kind {number!r}")
+    fields = dataclasses.fields(kind)
+    if len(fields) != len(values):
+        raise ValueError(f"{kind.__name__} has {len(fields)} fields, not {len(values)}")
+    checked = [_CHECKS[field.name](value) for field, value in zip(fields, values, strict=True)]
+    message: Message = kind(*checked)
+    if isinstance(message, Release) and message.rank >= message.ranks:
+        raise ValueError(f"decode rank {message.rank} of {message.ranks}")
+    if isinstance(message, Fetch):
+        counts = [len(group.layers) for group in message.start.layout.groups]
+        if list(map(len, message.layers)) != counts:
+            raise ValueError("the names of the layers are not as many as the layers")
+    return message
+
+
+def _start(value: Any) -> kv_messages.Start:
+    if not isinstance(value, bytes):
+        raise ValueError("a start is bytes")
+    message = kv_messages.decode(value)
+    if not isinstance(message, kv_messages.Start):
+        raise ValueError(f"expected a Start, not a {type(message).__name__}")
+    return message
+
+
+def _id(value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) != kv_messages.ID_SIZE:
+        raise ValueError(f"an id has {kv_messages.ID_SIZE} bytes")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise ValueError(f"expected a text of at most {MAX_TEXT} characters")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+
+
+def _reason(value: Any) -> str:
+    return _text(value[:MAX_TEXT] if isinstance(value, str) else value)
+
+
+def _rank(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= kv_messages.MAX_RANKS:
+        raise ValueError(f"{value!r} is no rank, and no number of ranks")
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, not {value!r}")
+    return value
+
+
+def _layers(value: Any) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list) or len(value) > kv_messages.MAX_GROUPS:
+        raise ValueError("expected a list of groups")
+    for group in value:
+        if not isinstance(group, list) or len(group) > MAX_LAYERS:
+            raise ValueError("expected a list of names of layers")
+    return tuple(tuple(map(_text, group)) for group in value)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "start": _start,
+    "session_id": _text,
+    "engine_id": _text,
+    "request_id": _text,
+    "transfer": _text,
+    "layers": _layers,
+    "id": _id,
+    "reason": _reason,
+    "quiet": _boolean,
+    "rank": _rank,
+    "ranks": _rank,
+}

@@ -1,0 +1,331 @@
+"""The workers' halves of the connector, prefill in this process or in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from integrations.processes import free_port, until
+from integrations.vllm.servers import Child, Group, Server, child
+
+from aioflagcx.integrations.vllm.scheduler import Release, Source, Step
+
+Servers = Callable[..., Server]
+Children = Callable[..., Child]
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    """Makes servers, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **kwargs: Any) -> Server:
+            server = Server(*args, **kwargs)
+            stack.callback(server.close)
+            return server
+
+        yield make
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(child(*args, **kwargs))
+
+
+def filled(server: Server, seed: int = 1) -> Server:
+    random = np.random.default_rng(seed)
+    for cache in server.caches:
+        cache[:] = random.integers(1, 256, cache.shape, np.uint8)
+    return server
+
+
+def source(transfer: str, port: int, ranks: int = 1) -> Source:
+    return Source(transfer, "127.0.0.1", port, ranks)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_blocks_arrive_and_no_others_change_whoever_comes_first(
+    servers: Servers, first: str
+) -> None:
+    port = free_port()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    src, dst = [3, 4, 5, 9], [7, 8, 2, 30]
+    if first == "prefill":
+        prefill.offer("p", src, transfer="t")
+        decode.load("d", source("t", port), dst)
+    else:
+        decode.load("d", source("t", port), dst)
+        prefill.offer("p", src, transfer="t")
+    decode.wait_received("d")
+    prefill.wait_sent("p")
+    expected = np.zeros_like(decode.caches[0])
+    expected[:, dst] = prefill.caches[0][:, src]
+    assert (decode.caches[0] == expected).all()
+    assert not decode.invalid and not decode.failed
+    assert prefill.stats["sent_bytes"] == expected[:, dst].nbytes
+    assert (prefill.stats["sent_requests"], decode.stats["received_requests"]) == (1, 1)
+
+
+def test_a_decode_that_has_the_prefix_gets_the_last_blocks(servers: Servers) -> None:
+    port = free_port()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    prefill.offer("r", [1, 2, 3, 4])
+    decode.load("r", source("r", port), [10, 11])
+    decode.wait_received("r")
+    assert (decode.caches[0][:, [10, 11]] == prefill.caches[0][:, [3, 4]]).all()
+
+
+@pytest.mark.parametrize(
+    ("src_ranks", "dst_ranks", "heads"), [(1, 2, 4), (2, 1, 4), (4, 2, 4), (2, 4, 2), (4, 2, 1)]
+)
+def test_each_rank_gets_its_heads_from_any_number_of_ranks(
+    servers: Servers, src_ranks: int, dst_ranks: int, heads: int
+) -> None:
+    port = free_port()
+    groups = (Group(heads=heads),)
+    whole = np.random.default_rng(5).integers(1, 256, groups[0].shape(1), np.uint8)
+
+    def part(rank: int, ranks: int) -> Any:
+        each = max(heads // ranks, 1)
+        first = rank * heads // ranks
+        return whole[:, :, first : first + each]
+
+    for_each = [
+        servers("prefill", port, groups=groups, rank=rank, ranks=src_ranks)
+        for rank in range(src_ranks)
+    ]
+    for rank, prefill in enumerate(for_each):
+        prefill.caches[0][:] = part(rank, src_ranks)
+        prefill.offer("r", [1, 2])
+    decodes = [
+        servers("decode", groups=groups, rank=rank, ranks=dst_ranks) for rank in range(dst_ranks)
+    ]
+    for decode in decodes:
+        decode.load("r", source("r", port, src_ranks), [8, 5])
+    for rank, decode in enumerate(decodes):
+        decode.wait_received("r")
+        assert not decode.invalid, decode.reasons()
+        assert (decode.caches[0][:, [8, 5]] == part(rank, dst_ranks)[:, [1, 2]]).all()
+    for prefill in for_each:
+        prefill.wait_sent("r")
+
+
+def test_groups_have_their_own_blocks_and_failures_are_told_by_request(servers: Servers) -> None:
+    port = free_port()
+    groups = Group(), Group(layers=2, blocks=16, heads=2)
+    prefill = filled(servers("prefill", port, groups=groups))
+    decode = servers("decode", groups=groups)
+    prefill.offer("r", [1, 2, 3], [5])
+    decode.load("r", source("r", port), [4, 5, 6], [15])
+    decode.wait_received("r")
+    assert (decode.caches[0][:, [4, 5, 6]] == prefill.caches[0][:, [1, 2, 3]]).all()
+    assert (decode.caches[1][:, 15] == prefill.caches[1][:, 5]).all()
+    prefill.step(Step(dropped=[("gone", "prefill ended it: FINISHED_ABORTED")]))
+    decode.load("x", source("gone", port), [4], [3])
+    decode.wait_received("r", "x")
+    assert decode.failed == {"x"} and not decode.invalid
+
+
+def test_exactly_the_blocks_of_the_failed_request_are_invalid(servers: Servers) -> None:
+    port = free_port()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    decode.load("bad", source("bad", port), [1, 2])
+    decode.load("good", source("good", port), [3, 4])
+    prefill.step(Step(dropped=[("bad", "prefill ended it: FINISHED_ABORTED")]))
+    prefill.offer("good", [5, 6])
+    decode.wait_received("bad", "good")
+    assert decode.invalid == {1, 2}
+    [(request, peer, reason)] = decode.reasons()
+    assert (request, peer) == ("bad", f"127.0.0.1:{port}")
+    assert "FINISHED_ABORTED" in reason
+
+
+@pytest.mark.parametrize(
+    ("groups", "dst", "words"),
+    [
+        ((Group(),), [1, 2, 3], "prefill has 2 blocks"),
+        ((Group(layers=2),), [1], "different layers"),
+        ((Group(heads=2),), [1], "heads: 4 on prefill, 2 on decode"),
+    ],
+)
+def test_what_does_not_fit_fails_with_the_reason_before_any_byte(
+    servers: Servers, groups: Any, dst: list[int], words: str
+) -> None:
+    port = free_port()
+    prefill, decode = filled(servers("prefill", port)), servers("decode", groups=groups)
+    prefill.offer("r", [1, 2])
+    decode.load("r", source("r", port), dst)
+    decode.wait_received("r")
+    assert decode.invalid == set(dst)
+    assert words in decode.reasons()[0][2]
+    assert not any(cache.any() for cache in decode.caches)
+    prefill.wait_sent("r")
+
+
+def test_what_decode_does_not_need_is_free_on_prefill(servers: Servers) -> None:
+    port = free_port()
+    prefill, decode = servers("prefill", port), servers("decode")
+    prefill.offer("early", [1])
+    decode.step(Step(releases=[Release("d", source("early", port))]))
+    prefill.wait_sent("early")
+    decode.step(Step(releases=[Release("e", source("late", port))]))
+    decode.load("sign", source("sign", port), [1])  # comes behind it
+    prefill.offer("sign", [1])
+    decode.wait_received("sign")
+    prefill.offer("late", [2])
+    prefill.wait_sent("early", "sign", "late")
+
+
+def test_what_nobody_fetches_is_free_after_a_while_and_cannot_be_had(servers: Servers) -> None:
+    port = free_port()
+    prefill, decode = servers("prefill", port, abort_timeout=0.05), servers("decode")
+    prefill.offer("r", [1])
+    prefill.wait_sent("r")
+    decode.load("r", source("r", port), [1])
+    decode.wait_received("r")
+    assert "nobody has fetched all of it within 0.05 s" in decode.reasons()[0][2]
+
+
+def test_waiting_for_prefill_has_a_limit_on_either_side(servers: Servers) -> None:
+    port = free_port()
+    servers("prefill", port, abort_timeout=0.05)
+    decode = servers("decode")
+    decode.load("a", source("a", port), [1])
+    decode.wait_received("a")
+    assert "prefill has not computed it within 0.05 s" in decode.reasons()[0][2]
+    other = free_port()
+    servers("prefill", other)
+    hasty = servers("decode", abort_timeout=0.05)
+    hasty.load("b", source("b", other), [2])
+    hasty.wait_received("b")
+    assert hasty.invalid == {2}
+    assert hasty.reasons()[0][2] == "not everything had come within 0.05 s"
+
+
+def test_a_prefill_that_is_not_there_fails_the_request_within_the_limit(servers: Servers) -> None:
+    port = free_port()
+    decode = servers("decode", answer_timeout=0.05)
+    decode.load("r", source("r", port), [1])
+    decode.wait_received("r")
+    assert decode.invalid == {1}
+    [(_, peer, reason)] = decode.reasons()
+    assert peer == f"127.0.0.1:{port}" and "has not answered within 0.05 s" in reason
+
+
+def test_an_aborted_load_is_reported_without_invalid_blocks_and_prefill_goes_on(
+    servers: Servers,
+) -> None:
+    port = free_port()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    decode.load("r", source("r", port), [1])
+    decode.step(Step(aborts=[("r", "vLLM ended it: FINISHED_ABORTED"), ("unknown", "")]))
+    decode.wait_received("r")
+    assert not decode.invalid and not decode.failed
+    until(lambda: "FINISHED_ABORTED" in str(prefill.reasons()))
+    prefill.offer("r", [1])
+    prefill.wait_sent("r")
+    assert not decode.caches[0].any()
+
+
+def test_two_requests_with_one_transfer_id_do_not_keep_blocks(servers: Servers) -> None:
+    prefill = servers("prefill", free_port())
+    prefill.offer("a", [1], transfer="t")
+    prefill.offer("b", [2], transfer="t")
+    prefill.wait_sent("b")
+
+
+def test_a_taken_port_is_an_error_that_names_it(servers: Servers) -> None:
+    port = free_port()
+    servers("prefill", port)
+    with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port}"):
+        servers("prefill", port)
+
+
+BIG = Group(layers=4, blocks=4096, heads=64)  # 8 KiB a block
+ALL = list(range(BIG.blocks))
+SIZE = int(np.prod(BIG.shape(1)))
+
+
+@pytest.mark.parametrize("path", ["local", "tcp"])
+def test_blocks_come_from_another_process(servers: Servers, children: Children, path: str) -> None:
+    port = free_port()
+    prefill = children(SIZE, "prefill", port, groups=(BIG,), path=path)
+    prefill.memory[:] = np.random.default_rng(2).integers(1, 256, SIZE, np.uint8)
+    decode = servers("decode", groups=(BIG,), path=path)
+    decode.load("r", source("r", port), ALL)
+    prefill.ask("offer", "r", ALL[::-1])
+    decode.wait_received("r")
+    expected = prefill.memory.reshape(BIG.shape(1))[:, ::-1]
+    assert (decode.caches[0] == expected).all()
+    prefill.ask("wait_sent", "r")
+
+
+@pytest.mark.parametrize("path", ["local", "tcp"])
+def test_nothing_is_written_to_blocks_that_were_reported_after_an_abort(
+    servers: Servers, children: Children, path: str
+) -> None:
+    port = free_port()
+    prefill = children(SIZE, "prefill", port, groups=(BIG,), path=path)
+    prefill.memory[:] = 1
+    decode = servers("decode", groups=(BIG,), path=path)
+    cache = decode.caches[0]
+    decode.load("r", source("r", port), ALL)
+    prefill.ask("offer", "r", ALL)
+    until(lambda: cache[0, 0, 0, 0, 0])
+    prefill.stop()
+    assert not cache.all(), "it was over before it was stopped"
+    decode.step(Step(aborts=[("r", "test")]))
+    if path == "local":
+        # Stopped within a copy that no one can fence, it must go on first.
+        prefill.resume()
+    decode.wait_received("r")
+    cache[:] = 7
+    prefill.resume()
+    prefill.ask("wait_sent", "r")
+    assert (cache == 7).all()
+
+
+def test_a_killed_prefill_fails_what_it_was_to_send(servers: Servers, children: Children) -> None:
+    port = free_port()
+    prefill = children(SIZE, "prefill", port, groups=(BIG,))
+    decode = servers("decode", groups=(BIG,))
+    prefill.memory[:] = 1
+    decode.load("computing", source("computing", port), [1])
+    decode.load("writing", source("writing", port), ALL[2:])
+    prefill.ask("offer", "writing", ALL[2:])
+    until(lambda: decode.caches[0][0, 2, 0, 0, 0])
+    prefill.kill()
+    decode.wait_received("computing", "writing")
+    assert 1 in decode.invalid
+    assert "was lost" in str(decode.reasons())
+
+
+def test_a_killed_decode_does_not_keep_prefills_blocks(
+    servers: Servers, children: Children
+) -> None:
+    port = free_port()
+    prefill = filled(servers("prefill", port, groups=(BIG,)))
+    decode = children(SIZE, "decode", groups=(BIG,))
+    decode.ask("load", "r", source("r", port), ALL)
+    prefill.offer("r", ALL)
+    until(lambda: decode.memory[0])
+    decode.kill()
+    prefill.wait_sent("r")
+
+
+def test_a_load_from_several_ranks_fails_as_a_whole_when_one_fails(servers: Servers) -> None:
+    port = free_port()
+    first, second = (filled(servers("prefill", port, rank=rank, ranks=2)) for rank in range(2))
+    decode = servers("decode")
+    first.offer("r", [1])
+    second.step(Step(dropped=[("r", "prefill ended it: FINISHED_ABORTED")]))
+    decode.load("r", source("r", port, 2), [1])
+    decode.wait_received("r")
+    assert decode.invalid == {1}
+    first.wait_sent("r")
