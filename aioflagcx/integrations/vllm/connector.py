@@ -22,7 +22,12 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.utils.network_utils import get_ip
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .caches import GroupSpec
@@ -213,7 +218,7 @@ def _group(group: Any, blocks: int, total_heads: int, ranks: int) -> GroupSpec:
                 f"AioFlagcxConnector: layer {name} has a {type(spec).__name__}; only caches of "
                 "attention can be handed over"
             )
-        if isinstance(spec, MLAAttentionSpec):
+        if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):  # every rank has it whole
             heads.add(1)
         elif spec.num_kv_heads == max(total_heads // ranks, 1):
             heads.add(total_heads)

@@ -64,6 +64,10 @@ class SlidingWindowSpec(AttentionSpec):
     pass
 
 
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    pass
+
+
 class HitSource(enum.Enum):
     P2P = 0
 
@@ -89,6 +93,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, ranks: int = 1) -
         "vllm.v1.kv_cache_interface": {
             "AttentionSpec": AttentionSpec,
             "MLAAttentionSpec": MLAAttentionSpec,
+            "SlidingWindowMLASpec": SlidingWindowMLASpec,
             "SlidingWindowSpec": SlidingWindowSpec,
         },
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": HitSource},

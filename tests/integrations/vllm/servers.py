@@ -27,6 +27,7 @@ from aioflagcx.integrations.vllm.caches import GroupSpec
 from aioflagcx.integrations.vllm.options import Options
 from aioflagcx.integrations.vllm.scheduler import Load, Offer, Source, Step
 from aioflagcx.integrations.vllm.worker import Worker
+from aioflagcx.kv import CacheLayout
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -146,9 +147,11 @@ class Server:
         self.look()
         return [tuple(failure) for failure in self.stats.get("failures", [])]
 
-    def get(self, name: str) -> Any:
-        self.look()
-        return getattr(self, name)
+    def identity(self) -> tuple[str, str, CacheLayout]:
+        """Session and engine id, and layout, of a decode."""
+        half = self.worker._decode
+        assert half is not None
+        return half._engine.session_id, half._engine.engine_id, half._layout
 
     def close(self) -> None:
         self.worker.close()

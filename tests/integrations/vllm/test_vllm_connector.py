@@ -145,6 +145,7 @@ def test_groups_get_the_heads_of_their_kind(monkeypatch: pytest.MonkeyPatch) -> 
     assert group(AttentionSpec(num_kv_heads=1), 2, 4).heads == 2
     assert group(AttentionSpec(num_kv_heads=4), 8, 4).heads == 16  # not the model's own kind
     assert group(MLAAttentionSpec(num_kv_heads=1), 16, 4).heads == 1
+    assert group(fake_vllm.SlidingWindowMLASpec(num_kv_heads=1), 16, 4).heads == 1
     with pytest.raises(ValueError, match="layer a has a Spec; only caches of attention"):
         group(fake_vllm.Spec(), 8, 1)
     each = {"a": AttentionSpec(num_kv_heads=8), "b": MLAAttentionSpec(num_kv_heads=1)}

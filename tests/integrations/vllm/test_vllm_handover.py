@@ -291,6 +291,43 @@ def test_nothing_is_written_to_blocks_that_were_reported_after_an_abort(
     assert (cache == 7).all()
 
 
+def test_a_request_survives_that_its_prefill_was_fenced_off_for_anothers_sake(
+    servers: Servers, children: Children
+) -> None:
+    port = free_port()
+    prefill = children(SIZE, "prefill", port, groups=(BIG,))
+    prefill.memory[:] = 1
+    decode = servers("decode", groups=(BIG,))
+    cache = decode.caches[0]
+    half = BIG.blocks // 2
+    for name, blocks in (("bad", ALL[:half]), ("good", ALL[half:])):
+        decode.load(name, source(name, port), blocks)
+        prefill.ask("offer", name, blocks)
+    until(lambda: cache[0, 0, 0, 0, 0] and cache[0, half, 0, 0, 0])
+    prefill.stop()
+    assert not cache[:, half:].all(), "it was over before it was stopped"
+    decode.step(Step(aborts=[("bad", "test")]))
+    decode.wait_received("bad")
+    prefill.resume()
+    decode.wait_received("bad", "good")
+    assert not decode.invalid, decode.reasons()
+    assert cache[:, half:].all()
+
+
+def test_prefill_keeps_its_blocks_until_every_rank_of_decode_has_them(servers: Servers) -> None:
+    port = free_port()
+    prefill = filled(servers("prefill", port))
+    first, second = (servers("decode", rank=rank, ranks=2) for rank in range(2))
+    prefill.offer("r", [1])
+    first.load("r", source("r", port), [1])
+    first.wait_received("r")
+    prefill.look()
+    assert not prefill.sent
+    second.load("r", source("r", port), [1])
+    second.wait_received("r")
+    prefill.wait_sent("r")
+
+
 def test_a_killed_prefill_fails_what_it_was_to_send(servers: Servers, children: Children) -> None:
     port = free_port()
     prefill = children(SIZE, "prefill", port, groups=(BIG,))
@@ -315,8 +352,14 @@ def test_a_killed_decode_does_not_keep_prefills_blocks(
     decode.ask("load", "r", source("r", port), ALL)
     prefill.offer("r", ALL)
     until(lambda: decode.memory[0])
+    decode.stop()
+    assert not decode.memory.all(), "it was over before it was stopped"
+    prefill.look()
+    assert not prefill.sent
     decode.kill()
     prefill.wait_sent("r")
+    [(request, peer, _)] = prefill.reasons()
+    assert request == "r" and peer.startswith("127.0.0.1:")
 
 
 def test_a_load_from_several_ranks_fails_as_a_whole_when_one_fails(servers: Servers) -> None:

@@ -1,0 +1,184 @@
+"""One half of the connector, and a peer that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from integrations.processes import free_port, until
+from integrations.vllm.servers import Group, Server, child
+
+from aioflagcx import Engine
+from aioflagcx.integrations.vllm import channel
+from aioflagcx.integrations.vllm.channel import Clients, Reply
+from aioflagcx.integrations.vllm.messages import (
+    Accepted,
+    Ask,
+    Done,
+    Failed,
+    Fetch,
+    Grant,
+    Message,
+    Stop,
+)
+from aioflagcx.integrations.vllm.scheduler import Source, Step
+from aioflagcx.kv import CacheLayout
+from aioflagcx.kv.messages import Start
+
+ID = bytes(16)
+
+
+class FakePrefill:
+    """A side channel, and an engine that never writes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.heard: asyncio.Queue[tuple[Message, Reply]] = asyncio.Queue()
+        self.server = channel.Server(lambda *heard: self.heard.put_nowait(heard))
+        self.port = self.server.open("127.0.0.1", 0)
+
+    async def accepted(self) -> tuple[bytes, Reply]:
+        """The id of a fetch that is accepted, and how to answer."""
+        fetch, reply = await self.heard.get()
+        assert isinstance(fetch, Fetch)
+        reply(Accepted(fetch.start.id, self.engine.session_id, self.engine.engine_id))
+        return fetch.start.id, reply
+
+    async def answer(self, reply: Reply, message: Message) -> Message:
+        """What decode says to it."""
+        reply(message)
+        return (await self.heard.get())[0]
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[FakePrefill]:
+    async with Engine() as engine:
+        fake = FakePrefill(engine)
+        yield fake
+        await fake.server.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Server]:
+    # Nobody is fenced off: a prefill that does not say that it has stopped is waited for.
+    with contextlib.closing(Server("decode", fence_timeout=None)) as server:
+        yield server
+
+
+async def test_who_asks_after_a_load_was_given_up_may_not_write(
+    prefill: FakePrefill, decode: Server
+) -> None:
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    id, reply = await prefill.accepted()
+    ask = Ask(id, prefill.engine.engine_id)
+    assert await prefill.answer(reply, ask) == Grant(id)
+    decode.step(Step(aborts=[("r", "test")]))
+    assert (await prefill.heard.get())[0] == Stop(id, "test")
+    assert await prefill.answer(reply, ask) == Stop(id, "it was given up")
+    decode.look()
+    assert not decode.received  # prefill has not said that it has stopped
+    reply(Failed(id, "as told", True))
+    await asyncio.to_thread(decode.wait_received, "r")
+    assert await prefill.answer(reply, ask) == Stop(id, "it was given up")
+
+
+async def test_a_load_that_was_never_granted_to_anybody_is_given_up_at_once(
+    prefill: FakePrefill, decode: Server
+) -> None:
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    id, reply = await prefill.accepted()
+    decode.step(Step(aborts=[("r", "test")]))
+    assert (await prefill.heard.get())[0] == Stop(id, "test")
+    await asyncio.to_thread(decode.wait_received, "r")
+    reply(Done(id))  # late, and of no meaning
+    decode.look()
+    assert decode.received == ["r"]
+
+
+async def test_who_failed_and_may_not_be_quiet_is_fenced_off(
+    prefill: FakePrefill, decode: Server
+) -> None:
+    """Decode does it, and not prefill: its session is gone when the load is reported."""
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    id, reply = await prefill.accepted()
+    session = await prefill.engine.connect(decode.identity()[0])
+    assert await prefill.answer(reply, Ask(id, prefill.engine.engine_id)) == Grant(id)
+    reply(Failed(id, "a reason", False))
+    await asyncio.to_thread(decode.wait_received, "r")
+    assert decode.invalid == {1}
+    assert "a reason" in decode.reasons()[0][2]
+    await asyncio.to_thread(until, lambda: not session.alive)
+
+
+@pytest.fixture
+async def ask() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """Has a prefill fetched from; gives what to send with, and what was heard."""
+    heard: asyncio.Queue[Message] = asyncio.Queue()
+    clients = Clients(lambda message, reply: heard.put_nowait(message))
+
+    async def begin(
+        port: int, identity: tuple[str, str, CacheLayout], blocks: list[int], group: Group
+    ) -> tuple[Callable[[Message], None], asyncio.Queue[Message]]:
+        session, engine_id, layout = identity
+        start = Start(ID, "r", 0, 1, layout, (np.array(blocks, np.int64),), b"")
+        fetch = Fetch(start, session, engine_id, "r", (group.names(0),))
+        address = f"127.0.0.1:{port}"
+        clients.send(address, fetch)
+        assert isinstance(await heard.get(), Accepted)
+        return (lambda message: clients.send(address, message)), heard
+
+    yield begin
+    await clients.close()
+
+
+async def test_another_engine_at_decodes_address_gets_nothing(
+    ask: Callable[..., Awaitable[Any]], decode: Server
+) -> None:
+    with contextlib.closing(Server("prefill", port := free_port())) as prefill:
+        session, _, layout = decode.identity()
+        _, heard = await ask(port, (session, "another", layout), [1], Group())
+        prefill.offer("r", [1])
+        failed = await heard.get()
+        assert isinstance(failed, Failed) and failed.quiet
+        assert "another engine answers" in failed.reason
+        await asyncio.to_thread(prefill.wait_sent, "r")
+
+
+async def test_who_is_not_answered_gives_up(
+    ask: Callable[..., Awaitable[Any]], decode: Server
+) -> None:
+    port = free_port()
+    with contextlib.closing(Server("prefill", port, answer_timeout=0.05)) as prefill:
+        _, heard = await ask(port, decode.identity(), [1], Group())
+        prefill.offer("r", [1])
+        assert isinstance(await heard.get(), Ask)
+        failed = await heard.get()
+        assert isinstance(failed, Failed) and failed.quiet
+        assert "decode did not answer within 0.05 s" in failed.reason
+
+
+async def test_prefill_does_not_call_quiet_what_a_stopped_decode_has_not_confirmed(
+    ask: Callable[..., Awaitable[Any]],
+) -> None:
+    group = Group(layers=4, blocks=4096, heads=64)
+    blocks, size = list(range(group.blocks)), int(np.prod(group.shape(1)))
+    port = free_port()
+    prefill = Server("prefill", port, groups=(group,))
+    with contextlib.closing(prefill), child(size, "decode", groups=(group,)) as decode:
+        prefill.caches[0][:] = 1
+        send, heard = await ask(port, decode.ask("identity"), blocks, group)
+        prefill.offer("r", blocks)
+        assert isinstance(await heard.get(), Ask)
+        send(Grant(ID))
+        await asyncio.to_thread(until, lambda: decode.memory[0])
+        decode.stop()
+        assert not decode.memory.all(), "it was over before it was stopped"
+        send(Stop(ID, "test"))
+        failed = await heard.get()
+        assert isinstance(failed, Failed) and not failed.quiet
+        assert "decode has given it up: test" in failed.reason
+        await asyncio.to_thread(prefill.wait_sent, "r")
