@@ -11,7 +11,9 @@ import dataclasses
 import mmap
 import os
 import pickle
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -142,6 +144,10 @@ class Server:
         until(lambda: self.look() or set(requests) <= set(self.received))
         assert sorted(self.received) == sorted(requests)
 
+    def wait_for(self, *requests: str) -> None:
+        """Until these, among others, have been reported as either."""
+        until(lambda: self.look() or set(requests) <= {*self.sent, *self.received})
+
     def reasons(self) -> list[tuple[str, str, str]]:
         """Failures that were counted."""
         self.look()
@@ -206,6 +212,16 @@ class Child:
         """SIGKILL; returns when it is dead."""
         self.process.kill()
         self.process.wait()
+
+
+def free_ports(count: int = 1) -> int:
+    """The first of so many ports that nobody listens at, nor gets from the system unasked."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integrations.processes import free_port, until
+from integrations.processes import until
 from integrations.vllm import fake_vllm
 from integrations.vllm.fake_vllm import AttentionSpec, MLAAttentionSpec, Role, SlidingWindowSpec
-from integrations.vllm.servers import FakeTensor
+from integrations.vllm.servers import FakeTensor, free_ports
 
 from aioflagcx.integrations.vllm.caches import GroupSpec
 
@@ -88,7 +88,7 @@ class Side:
 
 def test_a_request_goes_from_one_vllm_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = fake_vllm.install(monkeypatch)
-    port = free_port()
+    port = free_ports()
     prefill, decode = Side(connector, "kv_producer", port), Side(connector, "kv_consumer", 1)
     prefill.cache[:] = np.random.default_rng(3).integers(1, 999, prefill.cache.shape)
     stay, params = prefill.scheduler.request_finished_all_groups(

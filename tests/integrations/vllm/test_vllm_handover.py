@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from integrations.processes import free_port, until
-from integrations.vllm.servers import Child, Group, Server, child
+from integrations.processes import until
+from integrations.vllm.servers import Child, Group, Server, child, free_ports
 
 from aioflagcx.integrations.vllm.scheduler import Release, Source, Step
 
@@ -53,7 +54,7 @@ def source(transfer: str, port: int, ranks: int = 1) -> Source:
 def test_blocks_arrive_and_no_others_change_whoever_comes_first(
     servers: Servers, first: str
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = filled(servers("prefill", port)), servers("decode")
     src, dst = [3, 4, 5, 9], [7, 8, 2, 30]
     if first == "prefill":
@@ -73,7 +74,7 @@ def test_blocks_arrive_and_no_others_change_whoever_comes_first(
 
 
 def test_a_decode_that_has_the_prefix_gets_the_last_blocks(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = filled(servers("prefill", port)), servers("decode")
     prefill.offer("r", [1, 2, 3, 4])
     decode.load("r", source("r", port), [10, 11])
@@ -87,7 +88,7 @@ def test_a_decode_that_has_the_prefix_gets_the_last_blocks(servers: Servers) -> 
 def test_each_rank_gets_its_heads_from_any_number_of_ranks(
     servers: Servers, src_ranks: int, dst_ranks: int, heads: int
 ) -> None:
-    port = free_port()
+    port = free_ports(src_ranks)
     groups = (Group(heads=heads),)
     whole = np.random.default_rng(5).integers(1, 256, groups[0].shape(1), np.uint8)
 
@@ -117,7 +118,7 @@ def test_each_rank_gets_its_heads_from_any_number_of_ranks(
 
 
 def test_groups_have_their_own_blocks_and_failures_are_told_by_request(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     groups = Group(), Group(layers=2, blocks=16, heads=2)
     prefill = filled(servers("prefill", port, groups=groups))
     decode = servers("decode", groups=groups)
@@ -133,7 +134,7 @@ def test_groups_have_their_own_blocks_and_failures_are_told_by_request(servers: 
 
 
 def test_exactly_the_blocks_of_the_failed_request_are_invalid(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = filled(servers("prefill", port)), servers("decode")
     decode.load("bad", source("bad", port), [1, 2])
     decode.load("good", source("good", port), [3, 4])
@@ -157,7 +158,7 @@ def test_exactly_the_blocks_of_the_failed_request_are_invalid(servers: Servers) 
 def test_what_does_not_fit_fails_with_the_reason_before_any_byte(
     servers: Servers, groups: Any, dst: list[int], words: str
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = filled(servers("prefill", port)), servers("decode", groups=groups)
     prefill.offer("r", [1, 2])
     decode.load("r", source("r", port), dst)
@@ -169,7 +170,7 @@ def test_what_does_not_fit_fails_with_the_reason_before_any_byte(
 
 
 def test_what_decode_does_not_need_is_free_on_prefill(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = servers("prefill", port), servers("decode")
     prefill.offer("early", [1])
     decode.step(Step(releases=[Release("d", source("early", port))]))
@@ -183,7 +184,7 @@ def test_what_decode_does_not_need_is_free_on_prefill(servers: Servers) -> None:
 
 
 def test_what_nobody_fetches_is_free_after_a_while_and_cannot_be_had(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = servers("prefill", port, abort_timeout=0.05), servers("decode")
     prefill.offer("r", [1])
     prefill.wait_sent("r")
@@ -193,13 +194,13 @@ def test_what_nobody_fetches_is_free_after_a_while_and_cannot_be_had(servers: Se
 
 
 def test_waiting_for_prefill_has_a_limit_on_either_side(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     servers("prefill", port, abort_timeout=0.05)
     decode = servers("decode")
     decode.load("a", source("a", port), [1])
     decode.wait_received("a")
     assert "prefill has not computed it within 0.05 s" in decode.reasons()[0][2]
-    other = free_port()
+    other = free_ports()
     servers("prefill", other)
     hasty = servers("decode", abort_timeout=0.05)
     hasty.load("b", source("b", other), [2])
@@ -209,7 +210,7 @@ def test_waiting_for_prefill_has_a_limit_on_either_side(servers: Servers) -> Non
 
 
 def test_a_prefill_that_is_not_there_fails_the_request_within_the_limit(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     decode = servers("decode", answer_timeout=0.05)
     decode.load("r", source("r", port), [1])
     decode.wait_received("r")
@@ -221,7 +222,7 @@ def test_a_prefill_that_is_not_there_fails_the_request_within_the_limit(servers:
 def test_an_aborted_load_is_reported_without_invalid_blocks_and_prefill_goes_on(
     servers: Servers,
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill, decode = filled(servers("prefill", port)), servers("decode")
     decode.load("r", source("r", port), [1])
     decode.step(Step(aborts=[("r", "vLLM ended it: FINISHED_ABORTED"), ("unknown", "")]))
@@ -234,14 +235,14 @@ def test_an_aborted_load_is_reported_without_invalid_blocks_and_prefill_goes_on(
 
 
 def test_two_requests_with_one_transfer_id_do_not_keep_blocks(servers: Servers) -> None:
-    prefill = servers("prefill", free_port())
+    prefill = servers("prefill", free_ports())
     prefill.offer("a", [1], transfer="t")
     prefill.offer("b", [2], transfer="t")
     prefill.wait_sent("b")
 
 
 def test_a_taken_port_is_an_error_that_names_it(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     servers("prefill", port)
     with pytest.raises(OSError, match=f"cannot listen at tcp://127.0.0.1:{port}"):
         servers("prefill", port)
@@ -252,9 +253,33 @@ ALL = list(range(BIG.blocks))
 SIZE = int(np.prod(BIG.shape(1)))
 
 
+def stopped_halfway(
+    process: Child,
+    parts: Sequence[Any],
+    begin: Callable[[str], object],
+    end: Callable[[str], object],
+) -> str:
+    """Stop a process while each part of a cache is being written; the name of the round that did.
+
+    Rounds that are over too early come to their end and are made again.
+    """
+    for number in itertools.count():
+        name = f"round {number}"
+        for part in parts:
+            part[:] = 0
+        begin(name)
+        until(lambda: all(part.flat[0] for part in parts))
+        process.stop()
+        if not any(part.all() for part in parts):
+            return name
+        process.resume()
+        end(name)
+    raise AssertionError("there are always more rounds")
+
+
 @pytest.mark.parametrize("path", ["local", "tcp"])
 def test_blocks_come_from_another_process(servers: Servers, children: Children, path: str) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = children(SIZE, "prefill", port, groups=(BIG,), path=path)
     prefill.memory[:] = np.random.default_rng(2).integers(1, 256, SIZE, np.uint8)
     decode = servers("decode", groups=(BIG,), path=path)
@@ -270,52 +295,61 @@ def test_blocks_come_from_another_process(servers: Servers, children: Children, 
 def test_nothing_is_written_to_blocks_that_were_reported_after_an_abort(
     servers: Servers, children: Children, path: str
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = children(SIZE, "prefill", port, groups=(BIG,), path=path)
     prefill.memory[:] = 1
     decode = servers("decode", groups=(BIG,), path=path)
     cache = decode.caches[0]
-    decode.load("r", source("r", port), ALL)
-    prefill.ask("offer", "r", ALL)
-    until(lambda: cache[0, 0, 0, 0, 0])
-    prefill.stop()
-    assert not cache.all(), "it was over before it was stopped"
-    decode.step(Step(aborts=[("r", "test")]))
+
+    def begin(name: str) -> None:
+        decode.load(name, source(name, port), ALL)
+        prefill.ask("offer", name, ALL)
+
+    def end(name: str) -> None:
+        decode.wait_for(name)
+        prefill.ask("wait_for", name)
+
+    name = stopped_halfway(prefill, [cache], begin, end)
+    decode.step(Step(aborts=[(name, "test")]))
     if path == "local":
         # Stopped within a copy that no one can fence, it must go on first.
         prefill.resume()
-    decode.wait_received("r")
+    decode.wait_for(name)
     cache[:] = 7
     prefill.resume()
-    prefill.ask("wait_sent", "r")
+    prefill.ask("wait_for", name)
     assert (cache == 7).all()
 
 
 def test_a_request_survives_that_its_prefill_was_fenced_off_for_anothers_sake(
     servers: Servers, children: Children
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = children(SIZE, "prefill", port, groups=(BIG,))
     prefill.memory[:] = 1
     decode = servers("decode", groups=(BIG,))
     cache = decode.caches[0]
     half = BIG.blocks // 2
-    for name, blocks in (("bad", ALL[:half]), ("good", ALL[half:])):
-        decode.load(name, source(name, port), blocks)
-        prefill.ask("offer", name, blocks)
-    until(lambda: cache[0, 0, 0, 0, 0] and cache[0, half, 0, 0, 0])
-    prefill.stop()
-    assert not cache[:, half:].all(), "it was over before it was stopped"
-    decode.step(Step(aborts=[("bad", "test")]))
-    decode.wait_received("bad")
+
+    def begin(name: str) -> None:
+        for request, blocks in ((f"bad {name}", ALL[:half]), (f"good {name}", ALL[half:])):
+            decode.load(request, source(request, port), blocks)
+            prefill.ask("offer", request, blocks)
+
+    def end(name: str) -> None:
+        decode.wait_for(f"bad {name}", f"good {name}")
+
+    name = stopped_halfway(prefill, [cache[:, :half], cache[:, half:]], begin, end)
+    decode.step(Step(aborts=[(f"bad {name}", "test")]))
+    decode.wait_for(f"bad {name}")
     prefill.resume()
-    decode.wait_received("bad", "good")
+    decode.wait_for(f"good {name}")
     assert not decode.invalid, decode.reasons()
     assert cache[:, half:].all()
 
 
 def test_prefill_keeps_its_blocks_until_every_rank_of_decode_has_them(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = filled(servers("prefill", port))
     first, second = (servers("decode", rank=rank, ranks=2) for rank in range(2))
     prefill.offer("r", [1])
@@ -329,7 +363,7 @@ def test_prefill_keeps_its_blocks_until_every_rank_of_decode_has_them(servers: S
 
 
 def test_a_killed_prefill_fails_what_it_was_to_send(servers: Servers, children: Children) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = children(SIZE, "prefill", port, groups=(BIG,))
     decode = servers("decode", groups=(BIG,))
     prefill.memory[:] = 1
@@ -346,24 +380,25 @@ def test_a_killed_prefill_fails_what_it_was_to_send(servers: Servers, children: 
 def test_a_killed_decode_does_not_keep_prefills_blocks(
     servers: Servers, children: Children
 ) -> None:
-    port = free_port()
+    port = free_ports()
     prefill = filled(servers("prefill", port, groups=(BIG,)))
     decode = children(SIZE, "decode", groups=(BIG,))
-    decode.ask("load", "r", source("r", port), ALL)
-    prefill.offer("r", ALL)
-    until(lambda: decode.memory[0])
-    decode.stop()
-    assert not decode.memory.all(), "it was over before it was stopped"
+
+    def begin(name: str) -> None:
+        decode.ask("load", name, source(name, port), ALL)
+        prefill.offer(name, ALL)
+
+    name = stopped_halfway(decode, [decode.memory], begin, prefill.wait_for)
     prefill.look()
-    assert not prefill.sent
+    assert name not in prefill.sent
     decode.kill()
-    prefill.wait_sent("r")
+    prefill.wait_for(name)
     [(request, peer, _)] = prefill.reasons()
-    assert request == "r" and peer.startswith("127.0.0.1:")
+    assert request == name and peer.startswith("127.0.0.1:")
 
 
 def test_a_load_from_several_ranks_fails_as_a_whole_when_one_fails(servers: Servers) -> None:
-    port = free_port()
+    port = free_ports(2)
     first, second = (filled(servers("prefill", port, rank=rank, ranks=2)) for rank in range(2))
     decode = servers("decode")
     first.offer("r", [1])

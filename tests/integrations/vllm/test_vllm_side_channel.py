@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from integrations.processes import free_port, until
-from integrations.vllm.servers import Group, Server, child
+from integrations.processes import until
+from integrations.vllm.servers import Group, Server, child, free_ports
 
 from aioflagcx import Engine
 from aioflagcx.integrations.vllm import channel
@@ -121,10 +122,14 @@ async def ask() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     clients = Clients(lambda message, reply: heard.put_nowait(message))
 
     async def begin(
-        port: int, identity: tuple[str, str, CacheLayout], blocks: list[int], group: Group
+        port: int,
+        identity: tuple[str, str, CacheLayout],
+        blocks: list[int],
+        group: Group,
+        id: bytes = ID,
     ) -> tuple[Callable[[Message], None], asyncio.Queue[Message]]:
         session, engine_id, layout = identity
-        start = Start(ID, "r", 0, 1, layout, (np.array(blocks, np.int64),), b"")
+        start = Start(id, id.hex(), 0, 1, layout, (np.array(blocks, np.int64),), b"")
         fetch = Fetch(start, session, engine_id, "r", (group.names(0),))
         address = f"127.0.0.1:{port}"
         clients.send(address, fetch)
@@ -138,10 +143,10 @@ async def ask() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
 async def test_another_engine_at_decodes_address_gets_nothing(
     ask: Callable[..., Awaitable[Any]], decode: Server
 ) -> None:
-    with contextlib.closing(Server("prefill", port := free_port())) as prefill:
+    with contextlib.closing(Server("prefill", port := free_ports())) as prefill:
         session, _, layout = decode.identity()
         _, heard = await ask(port, (session, "another", layout), [1], Group())
-        prefill.offer("r", [1])
+        prefill.offer("r", [1], transfer=ID.hex())
         failed = await heard.get()
         assert isinstance(failed, Failed) and failed.quiet
         assert "another engine answers" in failed.reason
@@ -151,10 +156,10 @@ async def test_another_engine_at_decodes_address_gets_nothing(
 async def test_who_is_not_answered_gives_up(
     ask: Callable[..., Awaitable[Any]], decode: Server
 ) -> None:
-    port = free_port()
+    port = free_ports()
     with contextlib.closing(Server("prefill", port, answer_timeout=0.05)) as prefill:
         _, heard = await ask(port, decode.identity(), [1], Group())
-        prefill.offer("r", [1])
+        prefill.offer("r", [1], transfer=ID.hex())
         assert isinstance(await heard.get(), Ask)
         failed = await heard.get()
         assert isinstance(failed, Failed) and failed.quiet
@@ -166,19 +171,26 @@ async def test_prefill_does_not_call_quiet_what_a_stopped_decode_has_not_confirm
 ) -> None:
     group = Group(layers=4, blocks=4096, heads=64)
     blocks, size = list(range(group.blocks)), int(np.prod(group.shape(1)))
-    port = free_port()
+    port = free_ports()
     prefill = Server("prefill", port, groups=(group,))
     with contextlib.closing(prefill), child(size, "decode", groups=(group,)) as decode:
         prefill.caches[0][:] = 1
-        send, heard = await ask(port, decode.ask("identity"), blocks, group)
-        prefill.offer("r", blocks)
-        assert isinstance(await heard.get(), Ask)
-        send(Grant(ID))
-        await asyncio.to_thread(until, lambda: decode.memory[0])
-        decode.stop()
-        assert not decode.memory.all(), "it was over before it was stopped"
-        send(Stop(ID, "test"))
+        identity = decode.ask("identity")
+        for number in itertools.count():  # rounds that are over too early are made again
+            id = number.to_bytes(16, "big")
+            decode.memory[:] = 0
+            send, heard = await ask(port, identity, blocks, group, id)
+            prefill.offer(id.hex(), blocks)
+            assert isinstance(await heard.get(), Ask)
+            send(Grant(id))
+            await asyncio.to_thread(until, lambda: decode.memory[0])
+            decode.stop()
+            if not decode.memory.all():
+                break
+            decode.resume()
+            assert await heard.get() == Done(id)
+        send(Stop(id, "test"))
         failed = await heard.get()
         assert isinstance(failed, Failed) and not failed.quiet
         assert "decode has given it up: test" in failed.reason
-        await asyncio.to_thread(prefill.wait_sent, "r")
+        await asyncio.to_thread(prefill.wait_for, id.hex())
