@@ -16,6 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,17 @@ class Server:
         """Failures that were counted."""
         self.look()
         return [tuple(failure) for failure in self.stats.get("failures", [])]
+
+    def hold_loop(self) -> None:
+        """The worker's event loop stands still from now on, its native threads do not."""
+        self.held = threading.Event()
+        assert self.worker._thread is not None
+        self.worker._thread.post(self.held.wait)
+
+    def release_loop(self, after: float = 0.0) -> None:
+        """After so many seconds, which make up the case: nobody waits for anything in them."""
+        time.sleep(after)
+        self.held.set()
 
     def identity(self) -> tuple[str, str, CacheLayout]:
         """Session and engine id, and layout, of a decode."""

@@ -298,14 +298,18 @@ def test_nothing_is_written_to_blocks_that_were_reported_after_an_abort(
     port = free_ports()
     prefill = children(SIZE, "prefill", port, groups=(BIG,), path=path)
     prefill.memory[:] = 1
-    decode = servers("decode", groups=(BIG,), path=path)
+    # Sooner than a silent peer counts as lost, which fences it as well.
+    decode = servers("decode", groups=(BIG,), path=path, fence_timeout=0.05)
     cache = decode.caches[0]
 
     def begin(name: str) -> None:
         decode.load(name, source(name, port), ALL)
         prefill.ask("offer", name, ALL)
+        until(lambda: cache[0, 0, 0, 0, 0])
+        prefill.ask("hold_loop")  # native threads go on writing whatever decode says
 
     def end(name: str) -> None:
+        prefill.ask("release_loop")
         decode.wait_for(name)
         prefill.ask("wait_for", name)
 
@@ -317,6 +321,7 @@ def test_nothing_is_written_to_blocks_that_were_reported_after_an_abort(
     decode.wait_for(name)
     cache[:] = 7
     prefill.resume()
+    prefill.ask("release_loop", after=0.3)
     prefill.ask("wait_for", name)
     assert (cache == 7).all()
 
