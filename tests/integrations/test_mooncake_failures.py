@@ -18,6 +18,9 @@ from aioflagcx.integrations.mooncake import TransferEngine, TransferNotify, Tran
 Targets = Callable[..., Target]
 Engines = Callable[..., TransferEngine]
 
+LATE = 2.0
+"""Seconds that a busy machine may be late."""
+
 GARBAGE: tuple[Any, ...] = (
     None, -1, 2**64, 2**200, 0, "text", b"bytes", 1.5, [], [None], ["x"], [[1]], [2**200], [-1],
     {}, object(), True, np.zeros((2, 2)), float("nan"), TransferNotify,
@@ -199,7 +202,7 @@ def test_a_stopped_peer_fails_calls_in_time_and_nothing_of_them_comes_later(
     number = engine.transfer_submit_write(target.session, here, target.address, MiB)
     started = time.monotonic()
     assert engine.transfer_sync_write(target.session, here, target.address, MiB) == -1
-    assert time.monotonic() - started < impatient + 0.5
+    assert time.monotonic() - started < impatient + LATE
     assert engine.get_batch_transfer_status([number]) == -1
     target.resume()
     assert target.ask("register") == -1, "it is registered already: the peer goes on"
@@ -233,7 +236,7 @@ def test_nothing_of_a_write_to_a_stopped_peer_is_stored_after_it_has_failed(
         started = time.monotonic()
         assert engine.batch_transfer_sync_write(target.session, *pieces) == -1
         assert target.session in engine.last_error()
-        assert time.monotonic() - started < impatient + 1
+        assert time.monotonic() - started < impatient + LATE
         target.memory[:] = 0x77
         target.resume()
         assert target.ask("register") == -1, "it is registered already: the peer goes on"
@@ -256,7 +259,7 @@ def test_a_batch_that_is_not_done_in_time_is_told_apart(
     while code == 0:
         code = engine.transfer_check_status(number)
     assert code == -2
-    assert time.monotonic() - started < impatient + 1
+    assert time.monotonic() - started < impatient + LATE
     assert engine.transfer_check_status(number) == -1, "freed"
 
 

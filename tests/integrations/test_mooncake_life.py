@@ -198,6 +198,13 @@ def test_a_port_after_the_host_is_a_matter_of_mooncakes_variable(
     assert (elsewhere.host, elsewhere.advertise) == ("0.0.0.0", host)
 
 
+@pytest.mark.parametrize("local_hostname", ["0.0.0.0", "0.0.0.0:17000", "::", "[::]:17000"])
+def test_a_host_that_listens_everywhere_tells_peers_an_address(local_hostname: str) -> None:
+    chosen = settings(local_hostname, *GOOD[1:])
+    assert chosen.host in ("0.0.0.0", "::")
+    assert chosen.advertise is None
+
+
 @pytest.mark.parametrize("local_hostname", ["", None, 7, "h:port", "h:99999"])
 def test_bad_hostnames_are_refused(engines: Engines, local_hostname: str) -> None:
     engine = engines(initialized=False)

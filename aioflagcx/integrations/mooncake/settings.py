@@ -19,6 +19,9 @@ _MIN_TIMEOUT = 5
 
 _MAX_PORT = 65_535
 
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+"""What a host may be told to listen at, and no peer can be told to connect to."""
+
 _WITHOUT_RDMA = 'use protocol "tcp", or set MC_FORCE_TCP=1, to move data without an RDMA device'
 
 
@@ -29,8 +32,8 @@ class Settings:
     host: str
     """What to listen at."""
 
-    advertise: str
-    """What peers use to reach it."""
+    advertise: str | None
+    """What peers use to reach it; None: the host's primary address."""
 
     port: int
     """Of the handshake server; 0 takes a free one."""
@@ -67,7 +70,7 @@ class Settings:
         config = _with_timeout(Config.from_env(environ), environ)
         return cls(
             host=environ.get("MC_TCP_BIND_ADDRESS") or host,
-            advertise=host,
+            advertise=None if host in _ALL_ADDRESSES else host,
             # Mooncake takes a free port, too, unless it is told to take this one.
             port=port if environ.get("MC_LEGACY_RPC_PORT_BINDING") else 0,
             devices=_devices(protocol, device_name or "", config, environ),
