@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from conformance.devices import Devices, devices_named
 from conformance.fixtures import engine, engines, pair, pairs, pytest_asyncio_loop_factories
+from softroce.devices import no_leaks
 
 from aioflagcx.config import SOFT_PATHS
 
@@ -19,3 +22,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def devices(request: pytest.FixtureRequest) -> Devices:
     return devices_named(request.param, emulated=request.config.getoption("emulated"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the guest, whose devices nobody else uses."""
+    if request.config.getoption("rdma") and request.config.getoption("emulated"):
+        with no_leaks():
+            yield
+    else:
+        yield
