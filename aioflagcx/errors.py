@@ -25,6 +25,7 @@ __all__ = [
     "PeerLost",
     "PeerRestarted",
     "ProtocolError",
+    "QuiesceTimeout",
     "RegistrationError",
     "RemoteAccessError",
     "RemoteAddressError",

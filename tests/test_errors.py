@@ -23,6 +23,7 @@ PARENTS = {
         "ConfigError",
         "RegistrationError",
         "DeregisterTimeout",
+        "QuiesceTimeout",
         "EngineClosed",
         "LocalAddressError",
         "RemoteAddressError",
@@ -66,6 +67,7 @@ def test_the_tree_is_the_documented_one() -> None:
 def test_the_timeouts_and_only_they_are_timeout_errors(kind: type[AioFlagcxError]) -> None:
     expected = kind.__name__ in {
         "DeregisterTimeout",
+        "QuiesceTimeout",
         "ConnectTimeout",
         "TransferTimeout",
         "HandoverTimeout",
