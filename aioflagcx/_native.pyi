@@ -138,6 +138,7 @@ class Allocation:
 class TransferEngine:
     event_fd: int
     devices: list[str]
+    device_descriptions: list[Attributes]  # what peers match theirs with: name, kind, subnet
     device_choice: str  # why these, for the log
     takes_device_memory: bool
     """Whether memory of GPUs can be registered."""
@@ -176,6 +177,9 @@ class TransferEngine:
         """*Blocking.* Joins every thread and frees everything; idempotent. No other *blocking*
         call of this engine may be under way; later calls raise NativeError. The ids of regions
         that a peer, stopped inside a copy, may still touch: their memory must not be freed."""
+
+    def device_down(self, device: int) -> bool:
+        """Whether nothing gets through by it until a DeviceNote says that it is back."""
 
     def poll_events(self) -> tuple[list[int], list[Event]]:
         """Clears the wake-up; (ids of transfers that succeeded, everything else), in order."""
@@ -304,13 +308,19 @@ class Session:
 
     id: int
     rails: int
-    """Rail i joins our device i and the peer's device i, each modulo how many there are; there is
-    one for each device of the side that has more. The peer's count is known with its table."""
+    """Of matching devices; until `meet` one for each of ours, to one of the peer's choice."""
     generation: int  # of the peer's table as known here
     region_count: int
 
+    def meet(self, devices: Sequence[Attributes]) -> None:
+        """The peer's device_descriptions, by which rails are made; before any other call.
+        NativeError (EPROTO) when they make no sense."""
+
     def rail_name(self, rail: int) -> str:
         """ "local->remote" device names; "device 1" and so on as long as the peer's is unknown."""
+
+    def local_device(self, rail: int) -> int:
+        """Index of the device of ours."""
 
     def prepare(self, attempt: int, rail: int) -> list[Attributes]:
         """*Blocking.* Fresh queue pairs in INIT of a rail that is down; an earlier attempt that

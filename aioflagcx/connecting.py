@@ -16,7 +16,7 @@ from .errors import (
 )
 from .handshake import ControlConnection
 from .handshake.fields import printable
-from .handshake.messages import Connect, ConnectReply
+from .handshake.messages import Connect, ConnectReply, Devices
 from .remote_table import RemoteTable
 from .runtime import Runtime
 
@@ -45,6 +45,25 @@ class Connecting:
         self._connection = connection
         self._native = native
         self._table = table
+
+    async def meet(self, deadline: float) -> None:
+        """Have the native session make rails of our devices and the peer's. Comes first.
+
+        Raises a :class:`~aioflagcx.errors.ConnectError`.
+        """
+        timeout = max(deadline - self._runtime.loop.time(), 0.0)
+        try:
+            reply = await self._connection.request(Devices(), timeout)
+            self._native.meet([dict(device) for device in reply.devices])
+        except PeerLost as error:
+            raise self._closed(error) from error
+        except ProtocolError as error:
+            if error.cause != "error code unsupported":
+                raise
+            # A peer that does not know the question gives each device of ours one of its own.
+        except _native.NativeError as error:
+            peer = self._connection.peer
+            raise ProtocolError(f"{peer}: {error.detail}", peer=peer, cause=error) from error
 
     async def ask(
         self, attempt: int, rails: Sequence[int], deadline: float

@@ -77,7 +77,7 @@ class _Rail:
         self.rest_until = 0.0
         """In the loop's time: not to be connected again before."""
         self.needed = asyncio.Event()
-        """Set when no rail is up any more."""
+        """Set when no rail is up any more, and when its device here is back."""
         self.first: asyncio.Task[None] | None = None
         """Connects it for the first time."""
         self.keeper: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class Rails:
         self._native = native
         self._connecting = Connecting(runtime, connection, native, table)
         self._lost = lost
-        self._rails = [_Rail(index) for index in range(native.rails)]
+        self._rails: list[_Rail] = []
         self._last_attempt = 0
         self._opened = False
         self._stopped = False
@@ -124,16 +124,10 @@ class Rails:
         Those that could not be connected are tried again in the background. Raises a
         :class:`~aioflagcx.errors.ConnectError` with the reason of each rail when there is none.
         """
-        reply = await self._open(self._rails, deadline)
-        if reply is not None:
-            # The peer has told how many devices it has.
-            more = [_Rail(index) for index in range(len(self._rails), self._native.rails)]
-            self._rails += more
-            try:
-                await self._open(more, deadline)
-            except ConnectError as error:
-                for rail in more:
-                    self._note_failure(rail, error)
+        await self._connecting.meet(deadline)
+        self._rails = [_Rail(index) for index in range(self._native.rails)]
+        self._tell_left_out()
+        reply = await self._open(deadline)
         if reply is None or not self._any_up():
             raise self._no_rail()
         self._opened = True
@@ -142,14 +136,22 @@ class Rails:
                 self._first_try_over(rail)
         return reply
 
-    async def _open(self, rails: list[_Rail], deadline: float) -> ConnectReply | None:
-        if not rails:
-            return None
-        attempt = self._next_attempt(rails)
-        indices = [rail.index for rail in rails]
+    def _tell_left_out(self) -> None:
+        used = {self._native.local_device(rail.index) for rail in self._rails}
+        for index, name in enumerate(self._runtime.native.devices):
+            if index not in used:
+                _logger.info(
+                    "%s: %s takes no part: the peer has devices in other subnets only",
+                    self._connection.peer,
+                    name,
+                )
+
+    async def _open(self, deadline: float) -> ConnectReply | None:
+        attempt = self._next_attempt(self._rails)
+        indices = [rail.index for rail in self._rails]
         reply, answers = await self._connecting.ask(attempt, indices, deadline)
         tasks = []
-        for rail in rails:
+        for rail in self._rails:
             answer = answers[rail.index]
             if isinstance(answer, ConnectError):
                 self._note_failure(rail, answer)
@@ -204,6 +206,8 @@ class Rails:
             return
         rail.failed = event.epoch.attempt
         rail.symptom = event.cause or "a transfer was aborted"
+        if event.vendor_err:
+            rail.symptom += f" (vendor error {event.vendor_err:#x})"
         _logger.info(
             "%s: attempt %d of rail %s failed: %s",
             self._connection.peer,
@@ -228,7 +232,7 @@ class Rails:
     def device_back(self, device: int) -> None:
         """A device of ours works again: its rails need not rest any longer."""
         for rail in self._rails:
-            if rail.index % len(self._runtime.native.devices) == device:
+            if self._native.local_device(rail.index) == device:
                 rail.rest_until = 0.0
                 rail.needed.set()
 
@@ -253,8 +257,9 @@ class Rails:
             self._lost("the event loop is being shut down", None, "shut down")
             raise
         except AioFlagcxError as error:
+            failed = [f"{self._name(r)}: {r.symptom}" for r in self._rails if r.symptom]
             self._lost(
-                "its data path failed and could not be set up again",
+                f"its data path failed ({'; '.join(failed)}) and could not be set up again",
                 error.with_traceback(None),  # which holds this session
                 "the data path could not be set up again",
             )
@@ -274,6 +279,7 @@ class Rails:
 
     async def _connect(self, rail: _Rail) -> None:
         loop, config = self._runtime.loop, self._runtime.config
+        await self._wait_for_device(rail, loop.time() + config.connect_timeout)
         deadline = loop.time() + config.connect_timeout
         attempt = self._next_attempt([rail])
         try:
@@ -291,6 +297,18 @@ class Rails:
         self._note_loss(rail)
         if all(self._is_hopeless(other) for other in self._rails):
             raise self._no_rail()
+
+    async def _wait_for_device(self, rail: _Rail, deadline: float) -> None:
+        """A port that flaps, or a link that is trained anew, is back within seconds."""
+        native, loop = self._runtime.native, self._runtime.loop
+        device = self._native.local_device(rail.index)
+        while native.device_down(device) and loop.time() < deadline:
+            rail.needed.clear()
+            timer = loop.call_at(deadline, rail.needed.set)
+            try:
+                await rail.needed.wait()
+            finally:
+                timer.cancel()
 
     async def _establish(
         self, rail: _Rail, attempt: int, theirs: list[_native.Attributes], deadline: float
@@ -332,6 +350,8 @@ class Rails:
             return False
         if isinstance(rail.error, ConnectTimeout | HandshakeRejected):
             return True
+        if self._runtime.native.device_down(self._native.local_device(rail.index)):
+            return True  # it has been waited for
         return rail.tries > self._runtime.config.retry_count
 
     def _any_up(self) -> bool:

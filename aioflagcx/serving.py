@@ -13,6 +13,8 @@ from .handshake import CloseReason, ControlConnection, format_address, parse_add
 from .handshake.messages import (
     Connect,
     ConnectReply,
+    Devices,
+    DevicesReply,
     Fence,
     FenceReply,
     Message,
@@ -64,6 +66,8 @@ class Guest:
 
     async def answer(self, message: Message) -> Message | None:
         """The reply to a request of the peer."""
+        if isinstance(message, Devices):
+            return DevicesReply(devices=tuple(self._runtime.native.device_descriptions))
         if isinstance(message, Connect):
             return await self._connect(message)
         if self._responder is None:

@@ -24,7 +24,7 @@ from .codec import LENGTH, Frame, FrameDecoder, UnknownKind, encode
 from .fields import clip, printable
 from .handler import CloseReason, Handler, HandlerTasks
 from .limits import Limits
-from .messages import Auth, Connect, Error, Goodbye, Hello, Message, Request
+from .messages import Auth, Connect, Devices, Error, Goodbye, Hello, Message, Request
 
 __all__ = ["ControlConnection"]
 
@@ -140,7 +140,8 @@ class ControlConnection(asyncio.Protocol):
                 self._write(frame)
             answer = await reply
         except TimeoutError:
-            kind = ConnectTimeout if isinstance(message, Connect) else TransferTimeout
+            connecting = isinstance(message, Connect | Devices)
+            kind = ConnectTimeout if connecting else TransferTimeout
             words = f"{self._peer} did not answer {message.KIND} within {timeout:g} s"
             raise kind(words, peer=self._peer) from None
         finally:

@@ -204,11 +204,11 @@ def _check_rail_value(value: Any) -> RailValue:
 def rails() -> Any:
     def check(value: Any) -> tuple[Rail, ...]:
         if not isinstance(value, list | tuple) or len(value) > MAX_RAILS:
-            raise ValueError(f"expected a list of at most {MAX_RAILS} rails")
+            raise ValueError(f"expected a list of at most {MAX_RAILS} maps")
         rails = []
         for rail in value:
             if not isinstance(rail, Mapping) or len(rail) > MAX_RAIL_FIELDS:
-                raise ValueError(f"expected rails of at most {MAX_RAIL_FIELDS} attributes")
+                raise ValueError(f"expected maps of at most {MAX_RAIL_FIELDS} attributes")
             rails.append(
                 {_check_text(k, MAX_RAIL_KEY): _check_rail_value(v) for k, v in rail.items()}
             )

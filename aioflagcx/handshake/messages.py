@@ -21,6 +21,8 @@ __all__ = [
     "AuthReply",
     "Connect",
     "ConnectReply",
+    "Devices",
+    "DevicesReply",
     "Error",
     "Fence",
     "FenceReply",
@@ -141,6 +143,24 @@ class Auth(Request[AuthReply]):
 
     mac: bytes = fields.binary(maximum=fields.MAX_MAC_SIZE, show=False)
     """The initiator's proof; empty when it has no secret."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicesReply(Message):
+    """What there is to make rails of on the responder's side."""
+
+    KIND = "devices"
+
+    devices: tuple[Rail, ...] = fields.rails()
+    """The responder's devices, in the order of its MR table's keys."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices(Request[DevicesReply]):
+    """The initiator asks for the responder's devices, to match its own with them."""
+
+    KIND = "devices"
+    REPLY = DevicesReply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,11 +340,22 @@ def _by_kind(classes: Sequence[type[Message]]) -> dict[str, type[Message]]:
     return {message.KIND: message for message in classes}
 
 
-REQUESTS: Mapping[str, type[Message]] = _by_kind([Hello, Auth, Connect, Metadata, Notify, Fence])
+REQUESTS: Mapping[str, type[Message]] = _by_kind(
+    [Hello, Auth, Devices, Connect, Metadata, Notify, Fence]
+)
 """Messages that have a request id and want a reply, by kind."""
 
 REPLIES: Mapping[str, type[Message]] = _by_kind(
-    [HelloReply, AuthReply, ConnectReply, MetadataUpdate, NotifyReply, FenceReply, Error]
+    [
+        HelloReply,
+        AuthReply,
+        DevicesReply,
+        ConnectReply,
+        MetadataUpdate,
+        NotifyReply,
+        FenceReply,
+        Error,
+    ]
 )
 """Messages that answer a request, by kind."""
 

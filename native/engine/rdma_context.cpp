@@ -26,6 +26,10 @@ RdmaContext::~RdmaContext() {
     workers_.clear();  // their CQs before the device
 }
 
+void RdmaContext::check_up() const {
+    if (down()) throw NativeError("device", ENETDOWN, "the port of " + name() + " is down");
+}
+
 std::vector<Worker*> RdmaContext::next_workers(std::uint32_t count) {
     const std::uint32_t first = turn_.fetch_add(count, std::memory_order_relaxed);
     std::vector<Worker*> next;

@@ -26,6 +26,11 @@ class RdmaContext {
     verbs::ProtectionDomain& pd() noexcept { return *pd_; }
     const std::string& name() const noexcept { return device_->name(); }
 
+    // Whether its port is down, or the device is gone: nothing gets through until it is back.
+    bool down() const noexcept { return down_.load(); }
+    void set_down(bool down) noexcept { down_.store(down); }
+    void check_up() const;  // NativeError (ENETDOWN)
+
     // The workers for `count` queue pairs: as far apart as can be, and each in its turn.
     std::vector<Worker*> next_workers(std::uint32_t count);
     Worker& next_worker() { return *next_workers(1).front(); }
@@ -48,6 +53,7 @@ class RdmaContext {
     std::unique_ptr<verbs::ProtectionDomain> pd_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<std::uint32_t> turn_{0};
+    std::atomic<bool> down_{false};
     std::once_flag scratch_made_;
     // A page of its own: a forked child may be without it.
     std::unique_ptr<std::byte, Free> scratch_;

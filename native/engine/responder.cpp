@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <exception>
 #include <iterator>
-#include <set>
+#include <map>
 #include <utility>
 
 #include "common/error.h"
@@ -77,10 +77,12 @@ void Responder::lost(const std::string& reason) {
     engine_->ring().push(KeepaliveLost{id_, reason});
 }
 
-Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
+Responder::Accepted Responder::accept_one(std::uint64_t attempt, std::uint32_t device,
+                                          const verbs::Attributes& remote,
                                           verbs::Attributes* local) {
     const std::uint64_t rail = rail_of(remote);
-    RdmaContext& context = *engine_->contexts()[device_of(rail)];
+    RdmaContext& context = *engine_->contexts()[device];
+    context.check_up();
     Worker& worker = context.next_worker();
     verbs::QpInit init;
     init.send_cq = init.recv_cq = &worker.cq();
@@ -101,12 +103,22 @@ Responder::Accepted Responder::accept_one(std::uint64_t attempt, const verbs::At
     return accepted;
 }
 
-std::uint32_t Responder::device_of(std::uint64_t rail) const {
-    return static_cast<std::uint32_t>(rail % engine_->contexts().size());
+// The one that the initiator asks for, which has seen the list of them.
+std::uint32_t Responder::device_of(const verbs::Attributes& remote) const {
+    const std::size_t devices = engine_->contexts().size();
+    const auto found = remote.find("device");
+    if (found == remote.end()) return static_cast<std::uint32_t>(rail_of(remote) % devices);
+    const auto* device = std::get_if<std::uint64_t>(&found->second);
+    if (device == nullptr || *device >= devices) {
+        throw NativeError(
+            "accept", EPROTO,
+            "a queue pair asks for a device that is none of our " + std::to_string(devices));
+    }
+    return static_cast<std::uint32_t>(*device);
 }
 
 // mutex_ is held.
-void Responder::accept_rail(std::uint64_t attempt, std::uint64_t rail,
+void Responder::accept_rail(std::uint64_t attempt, std::uint64_t rail, std::uint32_t device,
                             const std::vector<verbs::Attributes>& remote,
                             std::vector<verbs::Attributes>& reply) {
     std::vector<Accepted> fresh;
@@ -114,13 +126,12 @@ void Responder::accept_rail(std::uint64_t attempt, std::uint64_t rail,
     for (std::size_t i = 0; i < remote.size() && refused.empty(); ++i) {
         if (rail_of(remote[i]) != rail) continue;
         try {
-            fresh.push_back(accept_one(attempt, remote[i], &reply[i]));
+            fresh.push_back(accept_one(attempt, device, remote[i], &reply[i]));
         } catch (const std::exception& error) {
             refused = error.what();
         }
     }
     if (!refused.empty()) release(std::exchange(fresh, {}));
-    const std::uint32_t device = device_of(rail);
     for (std::size_t i = 0; i < remote.size(); ++i) {
         if (rail_of(remote[i]) != rail) continue;
         if (!refused.empty()) reply[i] = {{"refused", refused}};
@@ -133,11 +144,16 @@ void Responder::accept_rail(std::uint64_t attempt, std::uint64_t rail,
 
 std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
                                                  const std::vector<verbs::Attributes>& remote) {
-    std::set<std::uint64_t> rails;
-    for (const verbs::Attributes& attributes : remote) rails.insert(rail_of(attributes));
-    if (!rails.empty() && *rails.rbegin() >= kMaxRails) {
+    std::map<std::uint64_t, std::uint32_t> rails;  // and the device of each
+    for (const verbs::Attributes& attributes : remote) {
+        const std::uint32_t device = device_of(attributes);
+        if (rails.emplace(rail_of(attributes), device).first->second != device) {
+            throw NativeError("accept", EPROTO, "a rail asks for several devices");
+        }
+    }
+    if (!rails.empty() && rails.rbegin()->first >= kMaxRails) {
         throw NativeError("accept", EPROTO,
-                          "rail " + std::to_string(*rails.rbegin()) + " asked for, 0 to " +
+                          "rail " + std::to_string(rails.rbegin()->first) + " asked for, 0 to " +
                               std::to_string(kMaxRails - 1) + " are possible");
     }
     constexpr std::size_t kLimit = kMaxRails * kMaxQpsPerRail;
@@ -156,7 +172,7 @@ std::vector<verbs::Attributes> Responder::accept(std::uint64_t attempt,
                               " are possible");
     }
     std::vector<verbs::Attributes> reply(remote.size());
-    for (const std::uint64_t rail : rails) accept_rail(attempt, rail, remote, reply);
+    for (const auto& [rail, device] : rails) accept_rail(attempt, rail, device, remote, reply);
     return reply;
 }
 

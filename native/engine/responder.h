@@ -78,10 +78,10 @@ class Responder : public std::enable_shared_from_this<Responder> {
         std::shared_ptr<ReceiveSink> sink;
     };
 
-    std::uint32_t device_of(std::uint64_t rail) const;
-    Accepted accept_one(std::uint64_t attempt, const verbs::Attributes& remote,
-                        verbs::Attributes* local);
-    void accept_rail(std::uint64_t attempt, std::uint64_t rail,
+    std::uint32_t device_of(const verbs::Attributes& remote) const;
+    Accepted accept_one(std::uint64_t attempt, std::uint32_t device,
+                        const verbs::Attributes& remote, verbs::Attributes* local);
+    void accept_rail(std::uint64_t attempt, std::uint64_t rail, std::uint32_t device,
                      const std::vector<verbs::Attributes>& remote,
                      std::vector<verbs::Attributes>& reply);
     void release(std::vector<Accepted> accepted);

@@ -50,41 +50,69 @@ Session::Session(std::shared_ptr<TransferEngine> engine, std::uint64_t id, std::
       peer_(std::move(peer)),
       queue_(engine_->ring(), engine_->stats(), engine_->options().slice_size,
              engine_->options().retry_count),
-      endpoints_(kMaxRails),
       table_(std::make_shared<const RemoteTable>(TableData{})) {
-    for (std::uint32_t rail = 0; rail < kMaxRails; ++rail) {
-        endpoints_[rail].local = context(rail).name();
+    std::vector<DevicePair> pairs;
+    for (std::uint32_t i = 0; i < std::min<std::size_t>(engine_->contexts().size(), kMaxRails);
+         ++i) {
+        pairs.push_back({i, std::nullopt});
     }
+    set_pairs(std::move(pairs));
     add(engine_->stats().sessions);
 }
 
 Session::~Session() { close(); }
 
-RdmaContext& Session::context(std::uint32_t rail) const {
-    return *engine_->contexts()[rail % engine_->contexts().size()];
+// mutex_ is held, or nobody else knows this.
+void Session::set_pairs(std::vector<DevicePair> pairs) {
+    pairs_ = std::move(pairs);
+    endpoints_ = std::vector<Endpoint>(pairs_.size());
+    for (std::size_t rail = 0; rail < pairs_.size(); ++rail) {
+        endpoints_[rail].local = engine_->contexts()[pairs_[rail].local]->name();
+    }
+}
+
+void Session::meet(const std::vector<verbs::Attributes>& devices) {
+    std::vector<verbs::Network> ours, theirs;
+    for (const auto& context : engine_->contexts()) ours.push_back(context->device().network());
+    std::vector<std::string> names;
+    for (const verbs::Attributes& device : devices) {
+        const std::string* kind = text_of(device, "kind");
+        const std::string* subnet = text_of(device, "subnet");
+        if (kind == nullptr || subnet == nullptr) {
+            throw NativeError("meet", EPROTO, "a device of the peer has no kind or no subnet");
+        }
+        theirs.push_back({*kind, *subnet});
+        names.push_back(name_of(device, static_cast<std::uint32_t>(names.size())));
+    }
+    if (theirs.empty()) throw NativeError("meet", EPROTO, "the peer names no device");
+    std::vector<DevicePair> pairs = match_devices(ours, theirs);
+    const std::lock_guard lock(mutex_);
+    theirs_ = std::move(names);
+    set_pairs(std::move(pairs));
 }
 
 std::uint32_t Session::rails() {
     const std::lock_guard lock(mutex_);
-    return rails_locked();
-}
-
-std::uint32_t Session::rails_locked() const {
-    const auto ours = static_cast<std::uint32_t>(engine_->contexts().size());
-    return std::min(std::max(ours, table_->data().devices), kMaxRails);
+    return static_cast<std::uint32_t>(pairs_.size());
 }
 
 std::string Session::rail_name(std::uint32_t rail) {
     const std::lock_guard lock(mutex_);
     const Endpoint& endpoint = endpoints_.at(rail);
     if (!endpoint.rail.empty()) return endpoint.rail;
-    return endpoint.local + "->" + remote_name(rail % std::max(table_->data().devices, 1u));
+    const auto& remote = pairs_[rail].remote;
+    return endpoint.local + "->" + (remote ? theirs_[*remote] : remote_name(rail));
+}
+
+std::uint32_t Session::local_device(std::uint32_t rail) {
+    const std::lock_guard lock(mutex_);
+    return pairs_.at(rail).local;
 }
 
 // mutex_ is held.
 Endpoint& Session::endpoint(std::uint32_t rail, const char* call) {
     if (lost_) throw NativeError(call, 0, "session to " + peer_ + " is lost");
-    if (rail >= rails_locked()) {
+    if (rail >= endpoints_.size()) {
         throw NativeError(call, EINVAL, "there is no rail " + std::to_string(rail));
     }
     return endpoints_[rail];
@@ -92,13 +120,16 @@ Endpoint& Session::endpoint(std::uint32_t rail, const char* call) {
 
 std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt, std::uint32_t rail) {
     const EngineOptions& options = engine_->options();
+    DevicePair pair;
     {
         const std::lock_guard lock(mutex_);
         if (endpoint(rail, "prepare").state != Endpoint::State::Down) {
             throw NativeError("prepare", EISCONN, "rail " + std::to_string(rail) + " is not down");
         }
+        pair = pairs_[rail];
     }
-    RdmaContext& local = context(rail);
+    RdmaContext& local = *engine_->contexts()[pair.local];
+    local.check_up();
     std::vector<Prepared> fresh;
     std::vector<verbs::Attributes> attributes;
     for (Worker* const worker : local.next_workers(local.qps_per_endpoint())) {
@@ -109,6 +140,7 @@ std::vector<verbs::Attributes> Session::prepare(std::uint64_t attempt, std::uint
         fresh.push_back({worker, local.pd().create_qp(init)});
         attributes.push_back(fresh.back().qp->local_attributes());
         attributes.back()["rail"] = std::uint64_t{rail};
+        if (pair.remote) attributes.back()["device"] = std::uint64_t{*pair.remote};
     }
     {
         const std::lock_guard lock(mutex_);
@@ -182,8 +214,12 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
     const LaneLimits limits{options.max_wr_per_qp,
                             options.max_inflight_bytes_per_endpoint / prepared.size(),
                             options.post_batch};
-    const auto local_device = static_cast<std::uint32_t>(rail % engine_->contexts().size());
     const std::uint32_t devices = std::max(table()->data().devices, 1u);
+    DevicePair pair;
+    {
+        const std::lock_guard lock(mutex_);
+        pair = pairs_[rail];
+    }
     std::vector<std::shared_ptr<Lane>> lanes;
     for (std::size_t i = 0; i < prepared.size(); ++i) {
         const std::uint32_t remote_device = device_of(remote[i], devices);
@@ -195,10 +231,16 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
         if (const std::string* why = text_of(remote[i], "refused")) {
             throw NativeError("accept", 0, "the peer's device takes no queue pair: " + *why);
         }
+        if (pair.remote.value_or(remote_device) != remote_device) {
+            throw NativeError("establish", EPROTO,
+                              "the peer answered with its device " + name + " for device " +
+                                  std::to_string(*pair.remote));
+        }
         prepared[i].qp->connect(remote[i], deadline);
-        lanes.push_back(std::make_shared<Lane>(context(rail), *prepared[i].worker, queue_, limits,
-                                               local_device, remote_device, Epoch{attempt, rail},
-                                               name, engine_->rail_counters().of(name)));
+        lanes.push_back(std::make_shared<Lane>(*engine_->contexts()[pair.local],
+                                               *prepared[i].worker, queue_, limits, pair.local,
+                                               remote_device, Epoch{attempt, rail}, name,
+                                               engine_->rail_counters().of(name)));
         // Of a rail's queue pairs the first speaks for all.
         if (const std::string note = prepared[i].qp->path_note(); i == 0 && !note.empty()) {
             engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});
@@ -246,7 +288,11 @@ bool Session::update_table(bool full, std::uint64_t base, std::uint64_t generati
     for (;;) {
         const std::shared_ptr<const RemoteTable> before = this->table();
         // Lanes and transfers index keys by device.
-        const std::uint32_t devices = before->data().devices;
+        std::size_t devices = before->data().devices;
+        if (devices == 0) {
+            const std::lock_guard lock(mutex_);
+            devices = theirs_.size();
+        }
         if (devices != 0 && data.devices != devices) {
             throw std::invalid_argument("MR table: " + std::to_string(data.devices) +
                                         " devices, there were " + std::to_string(devices));
@@ -335,7 +381,7 @@ void Session::device_failed(std::uint32_t device) {
     const std::lock_guard lock(mutex_);
     for (std::uint32_t rail = 0; rail < endpoints_.size(); ++rail) {
         Endpoint& endpoint = endpoints_[rail];
-        if (&context(rail) != engine_->contexts()[device].get()) continue;
+        if (pairs_[rail].local != device) continue;
         if (endpoint.state == Endpoint::State::Up) {
             endpoint.cause = {verbs::WcStatus::FatalErr, 0, endpoint.rail};
         }

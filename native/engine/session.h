@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/lane.h"
+#include "engine/rail_matching.h"
 #include "engine/remote_table.h"
 #include "engine/transfer_queue.h"
 #include "verbs/verbs.h"
@@ -49,10 +50,14 @@ class Session : public std::enable_shared_from_this<Session> {
 
     std::uint64_t id() const noexcept { return id_; }
 
-    // Rail i joins our device i and the peer's device i, each modulo how many there are; one for
-    // each device of the side that has more, once the peer's table is known.
+    // What the peer says of its devices (name, kind, subnet), by which the rails are made: see
+    // match_devices(). Before any other call; without it there is one rail for each of our devices,
+    // to one of the peer's choice. NativeError for what makes no sense.
+    void meet(const std::vector<verbs::Attributes>& devices);
+
     std::uint32_t rails();
     std::string rail_name(std::uint32_t rail);
+    std::uint32_t local_device(std::uint32_t rail);
 
     // Of a rail that is down. One rail's calls must not run side by side; different ones' may.
     std::vector<verbs::Attributes> prepare(std::uint64_t attempt, std::uint32_t rail);
@@ -85,8 +90,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   private:
     static void destroy(std::vector<Prepared> prepared);
-    RdmaContext& context(std::uint32_t rail) const;
-    std::uint32_t rails_locked() const;
+    void set_pairs(std::vector<DevicePair> pairs);
     Endpoint& endpoint(std::uint32_t rail, const char* call);
     std::vector<std::shared_ptr<Lane>> connect_lanes(std::uint64_t attempt, std::uint32_t rail,
                                                      std::vector<Prepared>& prepared,
@@ -105,7 +109,9 @@ class Session : public std::enable_shared_from_this<Session> {
 
     std::mutex mutex_;
     std::condition_variable flushed_;  // an endpoint went Down
-    std::vector<Endpoint> endpoints_;  // by rail, as many as there can ever be
+    std::vector<DevicePair> pairs_;    // by rail
+    std::vector<Endpoint> endpoints_;  // by rail
+    std::vector<std::string> theirs_;  // what the peer calls its devices; empty: it has not said
     std::shared_ptr<const RemoteTable> table_;
     bool lost_ = false;
     bool counted_ = true;  // in Stats::sessions, until closed

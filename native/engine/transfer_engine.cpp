@@ -84,6 +84,11 @@ void TransferEngine::on_device_event(std::uint32_t device, const verbs::DeviceEv
     const bool bad = event.kind == Kind::PortDown || event.kind == Kind::DeviceFatal ||
                      event.kind == Kind::AddressChange || queue_pair;
     const bool back = event.kind == Kind::PortActive || event.kind == Kind::AddressChange;
+    if (event.kind == Kind::PortDown || event.kind == Kind::DeviceFatal) {
+        contexts_[device]->set_down(true);
+    } else if (event.kind == Kind::PortActive) {
+        contexts_[device]->set_down(false);
+    }
     ring_.push(DeviceNote{device, contexts_[device]->name(), event.text, bad, back});
     if (!bad) return;
     std::vector<std::shared_ptr<Session>> sessions;

@@ -20,10 +20,10 @@ bool is_access_error(WcStatus status) noexcept {
            status == WcStatus::RemOpErr;
 }
 
+// LocQpOpErr is none: it is about the queue pair (Soft-RoCE's end so when their port is down).
 bool is_local_error(WcStatus status) noexcept {
-    return status == WcStatus::LocLenErr || status == WcStatus::LocQpOpErr ||
-           status == WcStatus::LocProtErr || status == WcStatus::LocAccessErr ||
-           status == WcStatus::BadRespErr;
+    return status == WcStatus::LocLenErr || status == WcStatus::LocProtErr ||
+           status == WcStatus::LocAccessErr || status == WcStatus::BadRespErr;
 }
 
 // Bytes from `addr` to the end of the MR chunk it lies in.

@@ -183,6 +183,19 @@ std::vector<std::string> device_names(const TransferEngine& self) {
     return names;
 }
 
+py::list device_descriptions(const TransferEngine& self) {
+    std::vector<verbs::Attributes> all;
+    {
+        const py::gil_scoped_release release;
+        for (const auto& context : self.contexts()) {
+            const verbs::Network network = context->device().network();
+            all.push_back(
+                {{"name", context->name()}, {"kind", network.kind}, {"subnet", network.subnet}});
+        }
+    }
+    return to_list(all);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -201,6 +214,13 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("event_fd", [](TransferEngine& self) { return self.ring().fd(); })
         .def_property_readonly("devices", &device_names)
         .def_property_readonly("takes_device_memory", &takes_device_memory)
+        .def_property_readonly("device_descriptions", &device_descriptions)
+        .def(
+            "device_down",
+            [](TransferEngine& self, std::size_t device) {
+                return self.contexts().at(device)->down();
+            },
+            py::arg("device"))
         .def_property_readonly("device_choice",
                                [](TransferEngine& self) { return self.options().device_choice; })
         .def_property_readonly("keepalive_port",

@@ -160,6 +160,12 @@ std::string establish(Session& self, std::uint64_t attempt, std::uint32_t rail,
     return self.establish(attempt, rail, remote, deadline_after(timeout));
 }
 
+void meet(Session& self, const py::sequence& devices) {
+    const std::vector<verbs::Attributes> theirs = attributes_from(devices);
+    const py::gil_scoped_release release;
+    self.meet(theirs);
+}
+
 py::list prepare(Session& self, std::uint64_t attempt, std::uint32_t rail) {
     std::vector<verbs::Attributes> local;
     {
@@ -222,8 +228,10 @@ void bind_session(py::module_& module) {
         .def_property_readonly("generation", &Session::generation)
         .def_property_readonly("region_count",
                                [](Session& self) { return self.table()->index().size(); })
+        .def("meet", &meet, py::arg("devices"))
         .def_property_readonly("rails", &Session::rails)
         .def("rail_name", &Session::rail_name, py::arg("rail"))
+        .def("local_device", &Session::local_device, py::arg("rail"))
         .def("prepare", &prepare, py::arg("attempt"), py::arg("rail"))
         .def("establish", &establish, py::arg("attempt"), py::arg("rail"), py::arg("queue_pairs"),
              py::arg("timeout"))

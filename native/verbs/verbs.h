@@ -142,6 +142,13 @@ class ProtectionDomain {
     virtual std::unique_ptr<QueuePair> create_qp(const QpInit& init) = 0;
 };
 
+// What a device is connected to, as far as its address tells.
+struct Network {
+    std::string
+        kind;  // "RoCE v2 over IPv4", ...: devices of different kinds do not reach each other
+    std::string subnet;  // "10.0.0.0/24", ...; empty where the address does not tell
+};
+
 // What a device reports by itself, at any time, on a thread of its own.
 struct DeviceEvent {
     enum class Kind : std::uint8_t {
@@ -164,6 +171,7 @@ class Device {
     virtual void on_event(std::function<void(const DeviceEvent&)>) {}
     virtual const std::string& name() const noexcept = 0;
     virtual const DeviceAttributes& attributes() const noexcept = 0;
+    virtual Network network() const = 0;
     virtual std::unique_ptr<ProtectionDomain> alloc_pd() = 0;
     virtual std::unique_ptr<CompletionQueue> create_cq(std::uint32_t max_cqe) = 0;
 };

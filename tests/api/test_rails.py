@@ -13,7 +13,9 @@ from conformance.pair import MiB, Pair, until
 
 from aioflagcx import Engine, _native, rails
 from aioflagcx.connecting import Connecting
-from aioflagcx.errors import ConnectError, ConnectTimeout
+from aioflagcx.errors import ConnectError, ConnectTimeout, ProtocolError
+from aioflagcx.handshake.messages import Devices, DevicesReply, Error, Message
+from aioflagcx.serving import Guest
 
 
 def native(engine: Engine) -> _native.TransferEngine:
@@ -169,6 +171,40 @@ async def test_a_rail_that_stays_silent_does_not_hold_up_a_connect(
     gate.set()
     await until(lambda: not pair.ours.stats().rails_down)
     assert rails_of(pair)[1].attempt == rails_of(pair)[0].attempt == 1  # the same connect
+
+
+async def test_a_peer_that_does_not_tell_its_devices_gives_each_of_ours_one(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Guest.answer
+
+    async def older(self: Any, message: Message) -> Message | None:
+        if isinstance(message, Devices):
+            return Error(code="unsupported", message="what is that?")
+        return await answer(self, message)
+
+    monkeypatch.setattr(Guest, "answer", older)
+    pair = await pairs(devices="soft:2")
+    await until(lambda: not pair.ours.stats().rails_down)
+    assert [rail.index for rail in rails_of(pair)] == [0, 1]
+    assert await pair.write() == 4096
+    assert (pair.dst[:4096] == pair.src[:4096]).all()
+
+
+@pytest.mark.parametrize("devices", [(), ({"name": "x"},)], ids=["none", "without-subnet"])
+async def test_devices_that_make_no_sense_are_a_protocol_error(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch, devices: Any
+) -> None:
+    answer = Guest.answer
+
+    async def odd(self: Any, message: Message) -> Message | None:
+        if isinstance(message, Devices):
+            return DevicesReply(devices=devices)
+        return await answer(self, message)
+
+    monkeypatch.setattr(Guest, "answer", odd)
+    with pytest.raises(ProtocolError, match="device"):
+        await pairs()
 
 
 async def test_a_silent_rail_that_fails_at_last_is_tried_again(

@@ -9,6 +9,8 @@ from aioflagcx.handshake.messages import (
     AuthReply,
     Connect,
     ConnectReply,
+    Devices,
+    DevicesReply,
     Error,
     Fence,
     FenceReply,
@@ -46,6 +48,7 @@ requests: st.SearchStrategy[Message] = st.one_of(
         nonce=nonces,
     ),
     st.builds(Auth, mac=macs),
+    st.just(Devices()),
     st.builds(
         Connect,
         attempt=u64,
@@ -77,6 +80,7 @@ replies: st.SearchStrategy[Message] = st.one_of(
         mac=macs,
     ),
     st.just(AuthReply()),
+    st.builds(DevicesReply, devices=rails),
     st.builds(
         ConnectReply,
         attempt=u64,

@@ -201,27 +201,96 @@ TEST_F(SessionTest, MemoryTakesOtherRailsWhileNoneOfTheNearestIsUp) {
     EXPECT_EQ(scripts[0]->posted_count(), 64u);
 }
 
-TEST_F(SessionTest, WithASidesMoreDevicesThereAreMoreRails) {
+verbs::Attributes device(const std::string& name, const std::string& kind = "fake",
+                         const std::string& subnet = "") {
+    return {{"name", name}, {"kind", kind}, {"subnet", subnet}};
+}
+
+TEST_F(SessionTest, RailsAreMadeOfWhatThePeerHas) {
     start(2);
     EXPECT_EQ(session->rails(), 2u);
     const auto other = engine->create_session("peer:2");
     EXPECT_EQ(other->rails(), 2u);  // the peer's are not known yet
-    TableData data;
-    data.devices = 3;
-    data.generation = 1;
-    const std::string table = encode_table(data);
-    other->update_table(true, 0, 1,
-                        {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()}, {});
+    EXPECT_EQ(other->rail_name(1), "fake1->device 1");
+    other->meet({device("x"), device("y"), device("z")});
     EXPECT_EQ(other->rails(), 3u);
-    EXPECT_EQ(other->rail_name(2), "fake0->device 2");
+    EXPECT_EQ(other->rail_name(2), "fake0->z");
+    EXPECT_EQ(other->local_device(1), 1u);
+    EXPECT_EQ(other->local_device(2), 0u);
+    TableData data;
+    data.generation = 1;
+    const auto update = [&](std::uint32_t devices) {
+        data.devices = devices;
+        const std::string table = encode_table(data);
+        other->update_table(
+            true, 0, 1, {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()}, {});
+    };
+    EXPECT_THROW(update(2), std::invalid_argument);
+    update(3);
     auto remote = other->prepare(1, 2);
-    remote[0]["device"] = std::uint64_t{2};
+    EXPECT_EQ(std::get<std::uint64_t>(remote[0].at("device")), 2u);
     remote[0]["name"] = std::string("nic2");
     other->establish(1, 2, remote, verbs::Deadline::max());
     EXPECT_EQ(other->rail_name(2), "fake0->nic2");
     EXPECT_THROW(other->prepare(1, 3), NativeError);
     EXPECT_THROW(other->prepare(2, 2), NativeError);  // it is up
     other->close();
+}
+
+TEST_F(SessionTest, DevicesThatMakeNoSenseAreRefused) {
+    start(1);
+    const auto other = engine->create_session("peer:2");
+    EXPECT_THROW(other->meet({}), NativeError);
+    verbs::Attributes without = device("x");
+    without.erase("subnet");
+    EXPECT_THROW(other->meet({without}), NativeError);
+    without = device("x");
+    without["kind"] = std::uint64_t{1};
+    EXPECT_THROW(other->meet({without}), NativeError);
+    other->meet({device("bad\nname")});
+    EXPECT_EQ(other->rail_name(0), "fake0->device 0");
+    other->close();
+}
+
+TEST_F(SessionTest, AReplyByAnotherDeviceThanAskedForIsRefused) {
+    start(1);
+    const auto other = engine->create_session("peer:2");
+    other->meet({device("x", "other"), device("y", "fake")});
+    EXPECT_EQ(other->rails(), 1u);
+    TableData data;
+    data.generation = 1;
+    data.devices = 2;
+    const std::string table = encode_table(data);
+    other->update_table(true, 0, 1,
+                        {reinterpret_cast<const std::uint8_t*>(table.data()), table.size()}, {});
+    auto remote = other->prepare(1, 0);
+    EXPECT_EQ(std::get<std::uint64_t>(remote[0].at("device")), 1u);
+    remote[0]["device"] = std::uint64_t{0};
+    EXPECT_THROW(other->establish(1, 0, remote, verbs::Deadline::max()), NativeError);
+    remote = other->prepare(2, 0);
+    other->establish(2, 0, remote, verbs::Deadline::max());
+    EXPECT_EQ(other->rail_name(0), "fake0->device 1");
+    other->close();
+}
+
+TEST_F(SessionTest, AResponderTakesTheDeviceThatIsAskedFor) {
+    start(2);
+    const auto responder =
+        engine->create_responder("peer", Liveness::Seconds(1), Liveness::Seconds(1000));
+    const auto asking = [](std::uint64_t rail, std::uint64_t device) {
+        return verbs::Attributes{{"rail", rail}, {"device", device}};
+    };
+    const auto reply =
+        responder->accept(1, {asking(0, 1), asking(1, 0), {{"rail", std::uint64_t{3}}}});
+    EXPECT_EQ(std::get<std::string>(reply[0].at("name")), "fake1");
+    EXPECT_EQ(std::get<std::string>(reply[1].at("name")), "fake0");
+    EXPECT_EQ(std::get<std::string>(reply[2].at("name")), "fake1");
+    EXPECT_EQ(std::get<std::uint64_t>(reply[0].at("device")), 1u);
+    EXPECT_THROW(responder->accept(2, {asking(0, 2)}), NativeError);
+    EXPECT_THROW(responder->accept(2, {asking(0, 0), asking(0, 1)}), NativeError);
+    EXPECT_THROW(responder->accept(2, {{{"rail", std::uint64_t{0}}, {"device", std::string("x")}}}),
+                 NativeError);
+    responder->close(verbs::Deadline::max());
 }
 
 TEST_F(SessionTest, ARailThatThePeerRefusesSaysWhy) {

@@ -268,6 +268,7 @@ class FakeDevice final : public verbs::Device {
     }
     const std::string& name() const noexcept override { return name_; }
     const verbs::DeviceAttributes& attributes() const noexcept override { return attributes_; }
+    verbs::Network network() const override { return {"fake", {}}; }
     std::unique_ptr<verbs::ProtectionDomain> alloc_pd() override {
         return std::make_unique<FakePd>(script_);
     }

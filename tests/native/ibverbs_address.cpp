@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -117,15 +118,40 @@ TEST(IbvAttributes, GidTypesThatDoNotFitAreBothNamed) {
     }
 }
 
-TEST(IbvAttributes, Subnets) {
-    Address other = sample();
-    other.gid[15] = 99;
-    EXPECT_TRUE(same_subnet(sample(), other));
-    other.gid[14] = 1;
-    EXPECT_FALSE(same_subnet(sample(), other));
-    other = sample();
-    other.kind = GidKind::RoceV2Ipv6;
-    EXPECT_FALSE(same_subnet(sample(), other));
+constexpr Gid kInfiniBand{0xfe, 0x80, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 1};
+
+TEST(IbvNetwork, IsTheSubnetOfTheAddress) {
+    EXPECT_EQ(network_of(kIpv4, GidKind::RoceV2Ipv4, 24).subnet, "10.77.0.0/24");
+    EXPECT_EQ(network_of(kIpv4, GidKind::RoceV2Ipv4, 13).subnet, "10.72.0.0/13");
+    EXPECT_EQ(network_of(kIpv4, GidKind::RoceV2Ipv4, 32).subnet, "10.77.0.1/32");
+    EXPECT_EQ(network_of(kIpv4, GidKind::RoceV1, 24).subnet, "10.77.0.0/24");
+    EXPECT_EQ(network_of(kGlobal, GidKind::RoceV2Ipv6, 64).subnet, "2001:db8::/64");
+    EXPECT_EQ(network_of(kGlobal, GidKind::RoceV2Ipv6, 127).subnet, "2001:db8::/127");
+    EXPECT_EQ(network_of(kGlobal, GidKind::RoceV2Ipv6, 64).kind, "RoCE v2 over IPv6");
+}
+
+TEST(IbvNetwork, InfiniBandsIsItsSubnetPrefix) {
+    EXPECT_EQ(network_of(kInfiniBand, GidKind::InfiniBand, 0).subnet, "fe80:0:0:1::/64");
+    Gid other = kInfiniBand;
+    other[15] = 2;
+    EXPECT_TRUE(same_subnet(kInfiniBand, other));
+    other[7] = 2;
+    EXPECT_FALSE(same_subnet(kInfiniBand, other));
+}
+
+TEST(IbvNetwork, ALinkLocalAddressTellsNothingOfIt) {
+    EXPECT_EQ(network_of(kLinkLocal, GidKind::RoceV2Local, 64).subnet, "");
+    EXPECT_EQ(network_of(kLinkLocal, GidKind::RoceV1, 64).subnet, "");
+}
+
+TEST(IbvNetwork, PrefixLengthsAreThoseOfTheInterfaces) {
+    Gid loopback = kIpv4;
+    const std::array<std::uint8_t, 4> localhost{127, 0, 0, 1};
+    std::copy(localhost.begin(), localhost.end(), loopback.begin() + 12);
+    EXPECT_EQ(prefix_length(loopback), 8U);
+    const Gid documentation{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 192, 0, 2, 1};  // nobody's
+    EXPECT_EQ(prefix_length(documentation), 24U);
+    EXPECT_EQ(prefix_length(kGlobal), 64U);
 }
 
 }  // namespace

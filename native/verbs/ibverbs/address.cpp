@@ -1,8 +1,11 @@
 #include "verbs/ibverbs/address.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <netinet/in.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <limits>
@@ -40,6 +43,15 @@ std::uint32_t number(const Attributes& map, const std::string& key, std::uint64_
     const auto* value = std::get_if<std::uint64_t>(&found->second);
     if (value == nullptr || *value > max) reject(key, "is no number in its range");
     return static_cast<std::uint32_t>(*value);
+}
+
+// Of an IPv4 or IPv6 address.
+const std::uint8_t* address_bytes(const sockaddr* address) noexcept {
+    if (address->sa_family == AF_INET) {
+        return reinterpret_cast<const std::uint8_t*>(
+            &reinterpret_cast<const sockaddr_in*>(address)->sin_addr);
+    }
+    return reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr.s6_addr;
 }
 
 // Smaller is better.
@@ -148,11 +160,51 @@ void check_match(const Address& local, const Address& remote) {
                           " (" + gid_kind_name(remote.kind) + "); choose one with gid_index");
 }
 
-bool same_subnet(const Address& local, const Address& remote) noexcept {
-    if (local.kind != remote.kind) return false;
-    const std::size_t prefix = local.kind == GidKind::RoceV2Ipv4 ? 15 : 8;  // bytes
-    return std::equal(local.gid.begin(), local.gid.begin() + static_cast<std::ptrdiff_t>(prefix),
-                      remote.gid.begin());
+std::uint32_t prefix_length(const Gid& gid) {
+    const bool ipv4 = is_ipv4_mapped(gid.data());
+    const int family = ipv4 ? AF_INET : AF_INET6;
+    const std::size_t skipped = ipv4 ? kIpv4Mapped.size() : 0;
+    const std::size_t size = gid.size() - skipped;
+    std::uint32_t found = ipv4 ? 24 : 64;
+    ifaddrs* addresses = nullptr;
+    if (::getifaddrs(&addresses) != 0) return found;
+    for (const ifaddrs* one = addresses; one != nullptr; one = one->ifa_next) {
+        if (one->ifa_addr == nullptr || one->ifa_netmask == nullptr) continue;
+        if (one->ifa_addr->sa_family != family) continue;
+        if (std::memcmp(address_bytes(one->ifa_addr), gid.data() + skipped, size) != 0) continue;
+        const std::uint8_t* const mask = address_bytes(one->ifa_netmask);
+        found = 0;
+        for (std::size_t i = 0; i < size; ++i) {
+            found += static_cast<std::uint32_t>(std::popcount(mask[i]));
+        }
+        break;
+    }
+    ::freeifaddrs(addresses);
+    return found;
+}
+
+Network network_of(const Gid& gid, GidKind kind, std::uint32_t prefix_length) {
+    Network network{gid_kind_name(kind), {}};
+    if (kind == GidKind::InfiniBand) {
+        prefix_length = 64;
+    } else if (is_link_local(gid.data())) {
+        return network;
+    }
+    const bool ipv4 = kind != GidKind::InfiniBand && is_ipv4_mapped(gid.data());
+    const std::size_t skipped = ipv4 ? kIpv4Mapped.size() : 0;
+    const std::size_t bits = std::min<std::size_t>(prefix_length, 8 * (gid.size() - skipped));
+    std::array<std::uint8_t, sizeof(Gid)> masked{};
+    for (std::size_t bit = 0; bit < bits; ++bit) {
+        masked[bit / 8] |= static_cast<std::uint8_t>(gid[skipped + bit / 8] & (0x80 >> bit % 8));
+    }
+    std::array<char, INET6_ADDRSTRLEN> text{};
+    ::inet_ntop(ipv4 ? AF_INET : AF_INET6, masked.data(), text.data(), text.size());
+    network.subnet = std::string(text.data()) + "/" + std::to_string(prefix_length);
+    return network;
+}
+
+bool same_subnet(const Gid& local, const Gid& remote) noexcept {
+    return std::equal(local.begin(), local.begin() + 8, remote.begin());
 }
 
 }  // namespace aioflagcx::verbs::ibverbs

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "verbs/types.h"
+#include "verbs/verbs.h"
 
 namespace aioflagcx::verbs::ibverbs {
 
@@ -55,8 +56,16 @@ Address from_map(const Attributes& map);
 // Throws NativeError (EPROTONOSUPPORT) saying which GID types do not fit.
 void check_match(const Address& local, const Address& remote);
 
-// Whether they are in the same subnet: for InfiniBand of one prefix, for RoCE with addresses of one
-// /24 (IPv4) or /64 (IPv6), which is how hosts with several NICs are set up.
-bool same_subnet(const Address& local, const Address& remote) noexcept;
+// How many leading bits of a RoCE GID's address name its subnet. A GID does not tell; the network
+// interface that has the address does. Of an address of another network namespace nobody here
+// knows: then it is 24 for IPv4 and 64 for IPv6, as most subnets of hosts are.
+std::uint32_t prefix_length(const Gid& gid);
+
+// `prefix_length` counts for RoCE only, and a link-local address names no subnet. InfiniBand's
+// subnet is the first half of the GID.
+Network network_of(const Gid& gid, GidKind kind, std::uint32_t prefix_length);
+
+// Whether InfiniBand ports have one subnet prefix, and so reach each other by LID.
+bool same_subnet(const Gid& local, const Gid& remote) noexcept;
 
 }  // namespace aioflagcx::verbs::ibverbs

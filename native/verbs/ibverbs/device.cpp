@@ -188,6 +188,10 @@ class IbvDevice final : public Device {
 
     const std::string& name() const noexcept override { return port_->options.port.name; }
     const DeviceAttributes& attributes() const noexcept override { return attributes_; }
+    Network network() const override {
+        const Address& own = port_->address;
+        return network_of(own.gid, own.kind, prefix_length(own.gid));
+    }
     std::unique_ptr<ProtectionDomain> alloc_pd() override {
         return std::make_unique<IbvProtectionDomain>(current_);
     }

@@ -161,7 +161,7 @@ void IbvQueuePair::to_rts(const Address& remote) {
     attributes.ah_attr.sl = port_->options.service_level;
     attributes.ah_attr.port_num = port_->options.port.port;
     // InfiniBand needs the global header only between subnets; RoCE always has it.
-    if (own.kind != GidKind::InfiniBand || !same_subnet(own, remote)) {
+    if (own.kind != GidKind::InfiniBand || !same_subnet(own.gid, remote.gid)) {
         attributes.ah_attr.is_global = 1;
         std::memcpy(attributes.ah_attr.grh.dgid.raw, remote.gid.data(), remote.gid.size());
         attributes.ah_attr.grh.sgid_index = port_->gid_index;

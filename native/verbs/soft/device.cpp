@@ -52,6 +52,7 @@ class SoftDevice final : public Device {
 
     const std::string& name() const noexcept override { return core_->name; }
     const DeviceAttributes& attributes() const noexcept override { return attributes_; }
+    Network network() const override { return {"soft", {}}; }
     std::unique_ptr<ProtectionDomain> alloc_pd() override {
         return std::make_unique<SoftProtectionDomain>(core_);
     }
