@@ -50,7 +50,8 @@ FAKES := build/fakes/libibverbs.so.1 build/fakes/libcuda.so.1
 BENCH ?=
 
 # Runs what follows in a QEMU guest with Soft-RoCE devices, see docs/softroce.md.
-IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --writable $(GUEST_RESULTS)
+IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --pairs 2 \
+    --writable $(GUEST_RESULTS)
 GUEST_RESULTS := build/softroce/results
 
 .PHONY: help bench bench-softroce demo test native-tests test-llm test-softroce sanitize lint \

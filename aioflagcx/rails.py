@@ -77,7 +77,7 @@ class _Rail:
         self.rest_until = 0.0
         """In the loop's time: not to be connected again before."""
         self.needed = asyncio.Event()
-        """Set when no rail is up any more, and when its device here is back."""
+        """Set when no rail is up any more, and when a device is back."""
         self.first: asyncio.Task[None] | None = None
         """Connects it for the first time."""
         self.keeper: asyncio.Task[None] | None = None
@@ -299,10 +299,11 @@ class Rails:
             raise self._no_rail()
 
     async def _wait_for_device(self, rail: _Rail, deadline: float) -> None:
-        """A port that flaps, or a link that is trained anew, is back within seconds."""
+        """A port that flaps, or a link that is trained anew, is back within seconds: as long as
+        no other rail is up, that is better than to lose the session."""
         native, loop = self._runtime.native, self._runtime.loop
         device = self._native.local_device(rail.index)
-        while native.device_down(device) and loop.time() < deadline:
+        while native.device_down(device) and not self._any_up() and loop.time() < deadline:
             rail.needed.clear()
             timer = loop.call_at(deadline, rail.needed.set)
             try:

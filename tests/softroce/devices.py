@@ -76,6 +76,16 @@ class Device(NamedTuple):
                     found.append(Gid(address.ipv4_mapped or address, kind))
         return found
 
+    def gid_index(self, address: str) -> int:
+        """Where a RoCE v2 GID is in the port's table."""
+        for path in self._port.glob("gids/*"):
+            gid = ipaddress.IPv6Address(path.read_text().strip())
+            if str(gid.ipv4_mapped or gid) == address:
+                with contextlib.suppress(OSError):  # an entry that is not used
+                    if self._read(f"gid_attrs/types/{path.name}") == "RoCE v2":
+                        return int(path.name)
+        raise AssertionError(f"{self.name} has no RoCE v2 GID of {address}: {self.gids()}")
+
     @property
     def _port(self) -> Path:
         return Path(f"/sys/class/infiniband/{self.name}/ports/1")
