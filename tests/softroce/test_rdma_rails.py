@@ -83,12 +83,12 @@ async def test_a_device_lost_in_the_middle_leaves_its_part_to_the_other(
     failing, healthy = (FIRST, SECOND) if lost.number < 2 else (SECOND, FIRST)
     caplog.set_level(logging.INFO, "aioflagcx")
     async with two_rails() as ends:
-        transfer = await ends.submit_in_the_middle(passes=16, timeout=60)
+        transfer = await ends.submit_in_the_middle(passes=48, timeout=90)
         await until(lambda: ends.ours.stats().rails.get(failing, 0) > 0)
         with link_down(lost):
             assert not transfer.done()
             before = dict(ends.ours.stats().rails)
-            assert await transfer == 16 * ends.local.size
+            assert await transfer == 48 * ends.local.size
             moved = carried(ends, before)
             assert moved[healthy] > 0
             assert moved[failing] <= WINDOW, "what had been on its way"
