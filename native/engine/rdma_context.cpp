@@ -27,7 +27,9 @@ RdmaContext::~RdmaContext() {
 }
 
 void RdmaContext::check_up() const {
-    if (down()) throw NativeError("device", ENETDOWN, "the port of " + name() + " is down");
+    if (down())
+        throw NativeError("device", ENETDOWN,
+                          "the port of " + name() + " is down or has no address");
 }
 
 std::vector<Worker*> RdmaContext::next_workers(std::uint32_t count) {

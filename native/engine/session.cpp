@@ -237,10 +237,9 @@ std::vector<std::shared_ptr<Lane>> Session::connect_lanes(
                                   std::to_string(*pair.remote));
         }
         prepared[i].qp->connect(remote[i], deadline);
-        lanes.push_back(std::make_shared<Lane>(*engine_->contexts()[pair.local],
-                                               *prepared[i].worker, queue_, limits, pair.local,
-                                               remote_device, Epoch{attempt, rail}, name,
-                                               engine_->rail_counters().of(name)));
+        lanes.push_back(std::make_shared<Lane>(
+            *engine_->contexts()[pair.local], *prepared[i].worker, queue_, limits, pair.local,
+            remote_device, Epoch{attempt, rail}, name, engine_->rail_counters().of(name)));
         // Of a rail's queue pairs the first speaks for all.
         if (const std::string note = prepared[i].qp->path_note(); i == 0 && !note.empty()) {
             engine_->ring().push(PathNote{id_, name, prepared[i].qp->path(), note});

@@ -13,7 +13,7 @@ import pytest
 from softroce.devices import Device
 from softroce.devices import until as until_sync
 from softroce.engines import Ends, MiB, connected, until
-from softroce.faults import flap, link_down, netem
+from softroce.faults import flap, link_down, netem, no_address
 
 from aioflagcx.errors import (
     ConnectError,
@@ -26,6 +26,10 @@ from aioflagcx.errors import (
 RAIL = "rxe0->rxe1"
 QUICK = {"qp_timeout": 12, "retry_count": 1}
 """Seven retransmissions after 17 ms each, and two attempts: how long a path may be silent."""
+
+
+def in_region(ends: Ends, address: int | None) -> bool:
+    return address is not None and 0 <= address - ends.remote.addr < ends.remote.size
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ async def test_a_line_that_is_too_bad_is_survived_or_told(
         await ends.read()
 
 
-async def test_silence_is_told_with_status_and_rail(near: Device) -> None:
+async def test_silence_is_told_with_status_rail_and_slice(near: Device) -> None:
     async with connected(**QUICK) as ends:
         started = time.monotonic()
         with netem(near, "loss", "100%"):
@@ -79,7 +83,8 @@ async def test_silence_is_told_with_status_and_rail(near: Device) -> None:
         error = caught.value
         assert error.cause == "IBV_WC_RETRY_EXC_ERR"
         assert (error.rail, error.peer) == (RAIL, ends.peer)
-        for words in ("IBV_WC_RETRY_EXC_ERR", RAIL):
+        assert in_region(ends, error.address)
+        for words in ("IBV_WC_RETRY_EXC_ERR", RAIL, f"{error.address:#x}+65536"):
             assert words in str(error)
         assert error.remote_quiet, "the peer has fenced what may still be on its way"
         await ends.write()
@@ -157,6 +162,21 @@ async def test_a_link_that_flaps_is_survived(near: Device) -> None:
             assert await transfer == 64 * ends.local.size
         await ends.write()
         assert await ends.session() is session
+
+
+async def test_a_lost_address_ends_in_an_error_and_its_return_is_enough(
+    near: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aioflagcx")
+    async with connected(connect_timeout=1.5, qp_timeout=12) as ends:
+        transfer = await ends.submit_in_the_middle(timeout=None)
+        with no_address(near), pytest.raises(PeerLost, match="rxe0 is down or has no address"):
+            await asyncio.wait_for(transfer, 30)
+        name = f"device {near.name}: GID table change"
+        await until(lambda: len([r for r in caplog.records if name in r.message]) >= 2)
+        await ends.write()
+        told = [record.levelname for record in caplog.records if name in record.message]
+        assert (told[0], told[-1]) == ("WARNING", "INFO")
 
 
 async def test_a_region_deregistered_under_a_write_is_an_access_error() -> None:

@@ -189,7 +189,7 @@ class IbvDevice final : public Device {
     const std::string& name() const noexcept override { return port_->options.port.name; }
     const DeviceAttributes& attributes() const noexcept override { return attributes_; }
     Network network() const override {
-        const Address& own = port_->address;
+        const Address own = current_->get()->address;
         return network_of(own.gid, own.kind, prefix_length(own.gid));
     }
     std::unique_ptr<ProtectionDomain> alloc_pd() override {
