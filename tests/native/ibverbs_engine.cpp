@@ -241,6 +241,34 @@ TEST_F(RailsTest, AnAddressOfAPortThatIsDownBringsNothingBack) {
     EXPECT_TRUE(notes[2].back);
 }
 
+TEST_F(RailsTest, APortThatIsDownIsUsedByNobodyUntilItIsBack) {
+    start(2);
+    fake.report(0, IBV_EVENT_PORT_ERR);
+    wait_downs(1);
+    wait_notes(1);
+    EXPECT_TRUE(engine->contexts()[0]->down());
+    EXPECT_FALSE(engine->contexts()[1]->down());
+    try {
+        session->prepare(2, 0);
+        FAIL();
+    } catch (const NativeError& error) {
+        EXPECT_EQ(error.error(), ENETDOWN);
+        EXPECT_NE(error.detail().find("fake0"), std::string::npos) << error.detail();
+    }
+    const auto other = engine->create_session("peer:2");
+    auto offer = other->prepare(2, 1);
+    offer[0]["device"] = std::uint64_t{0};
+    const auto refused = responder->accept(2, offer);
+    EXPECT_NE(std::get<std::string>(refused.at(0).at("refused")).find("fake0 is down"),
+              std::string::npos);
+    other->close();
+    fake.report(0, IBV_EVENT_PORT_ACTIVE);
+    wait_notes(2);
+    connect(2, 0);
+    write(1);
+    wait_done(1);
+}
+
 TEST_F(RailsTest, AQueuePairThatFailsByItselfTakesItsRailDownAndNoOther) {
     start(2);
     // The session's of the second rail is the last but one, the responder's the last.
@@ -275,6 +303,9 @@ TEST_F(RailsTest, WhatADeadDeviceHoldsIsGivenUp) {
     wait_notes(2);
     EXPECT_TRUE(notes[0].bad);
     set(&FakeVerbs::modify_error, 0);
+    EXPECT_THROW(session->prepare(2, 0), NativeError);
+    for (const std::size_t device : {0, 1}) fake.report(device, IBV_EVENT_PORT_ACTIVE);
+    wait_notes(4);
     for (const std::uint32_t rail : {0U, 1U}) {
         session->fenced({1, rail});
         connect(2, rail);
