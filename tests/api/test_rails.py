@@ -191,15 +191,15 @@ async def test_a_peer_that_does_not_tell_its_devices_gives_each_of_ours_one(
     assert (pair.dst[:4096] == pair.src[:4096]).all()
 
 
-@pytest.mark.parametrize("devices", [(), ({"name": "x"},)], ids=["none", "without-subnet"])
+@pytest.mark.parametrize("told", [(), ({"name": "x"},)], ids=["none", "without-subnet"])
 async def test_devices_that_make_no_sense_are_a_protocol_error(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch, devices: Any
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     answer = Guest.answer
 
     async def odd(self: Any, message: Message) -> Message | None:
         if isinstance(message, Devices):
-            return DevicesReply(devices=devices)
+            return DevicesReply(devices=told)
         return await answer(self, message)
 
     monkeypatch.setattr(Guest, "answer", odd)
