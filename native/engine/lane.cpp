@@ -84,12 +84,9 @@ void Lane::destroy_queue_pair() noexcept {
 
 bool Lane::serve() {
     if (killed_ || failed_ || free_.empty()) return false;
-    const bool idle = inflight_bytes_ == 0;
-    const std::uint64_t room = limits_.max_inflight_bytes > inflight_bytes_
-                                   ? limits_.max_inflight_bytes - inflight_bytes_
-                                   : 0;
     taken_.clear();
-    queue_.take(*this, taken_, std::min<std::size_t>(limits_.batch, free_.size()), room, idle);
+    queue_.take(*this, taken_, std::min<std::size_t>(limits_.batch, free_.size()),
+                limits_.max_inflight_bytes, inflight_bytes_);
     if (taken_.empty()) return false;
     requests_.clear();
     for (std::size_t i = 0; i < taken_.size(); ++i) {

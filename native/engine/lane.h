@@ -77,6 +77,8 @@ class Lane final : public CompletionSink, public std::enable_shared_from_this<La
 
     // Tasks whose closing request goes out on this lane; guarded by the TransferQueue's mutex.
     std::deque<std::shared_ptr<TransferTask>> closing;
+    // Bytes, guarded likewise; halved now and then, see TransferQueue::window().
+    std::uint64_t completed_lately = 0;
 
   private:
     verbs::SendWr request_for(const Slice& slice, std::uint32_t slot) const;

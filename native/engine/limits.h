@@ -69,6 +69,14 @@ inline constexpr std::uint64_t kNowBytes = 16'384;
 // Most bytes of a transfer that is left to one lane of an idle session: more are shared by all.
 inline constexpr std::uint64_t kOneLaneBytes = 131'072;
 
+// Bytes that a lane may have outstanding beside other rails before anybody knows how fast it is:
+// what 400 Gbit/s carry in 20 us, and a slow rail does not hold a transfer up with.
+inline constexpr std::uint64_t kFirstWindow = 1u << 20;
+
+// Bytes of one lane after which what all have completed counts half: a change of a rail's speed
+// shows after about as many.
+inline constexpr std::uint64_t kLatelyBytes = 64u << 20;
+
 // Bytes from which on the devices register memory at the same time, each on a thread of its own:
 // pinning so much takes a NIC's driver milliseconds, starting a thread a twentieth of one.
 inline constexpr std::uint64_t kParallelRegistration = 16u << 20;

@@ -112,8 +112,9 @@ Slice TransferQueue::cut(const Task& task) {
 }
 
 void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_count,
-                         std::uint64_t max_bytes, bool idle) {
+                         std::uint64_t limit, std::uint64_t inflight) {
     const std::lock_guard lock(mutex_);
+    const std::uint64_t may_have = window(lane, limit);
     std::uint64_t bytes = 0;
     while (out.size() < max_count && !lane.closing.empty()) {
         Task task = std::move(lane.closing.front());
@@ -131,7 +132,7 @@ void TransferQueue::take(Lane& lane, std::vector<Slice>& out, std::size_t max_co
     }
     std::size_t skipped = 0;  // in a row
     while (out.size() < max_count && skipped < runnable_.size()) {
-        if (bytes >= max_bytes && !(idle && out.empty())) break;
+        if (inflight + bytes >= may_have && !(inflight == 0 && out.empty())) break;
         Task task = std::move(runnable_.front());
         runnable_.pop_front();
         task->queued = false;
@@ -196,6 +197,7 @@ void TransferQueue::completed(Lane& lane, Slice slice, const verbs::WorkCompleti
         } else {
             task->bytes_done.fetch_add(slice.length, std::memory_order_relaxed);
             lane.count(slice.length);
+            count_completed(lane, slice.length);
             add(task->op == Op::Write ? stats_.bytes_written : stats_.bytes_read, slice.length);
         }
     } else if (is_access_error(wc.status) || is_local_error(wc.status)) {
@@ -236,6 +238,7 @@ void TransferQueue::unknown_outcome(const Task& task, Slice slice, const Lane& l
 void TransferQueue::attach(const std::shared_ptr<Lane>& lane) {
     const std::lock_guard lock(mutex_);
     lanes_.push_back(lane);
+    lanes_changed();
     ++epochs_[lane->epoch()].lanes;
     for (const Task& task : all_tasks())
         maybe_finish(task);  // closing requests may wait for a lane
@@ -249,6 +252,7 @@ bool TransferQueue::attached(const Lane& lane) const {
 void TransferQueue::detach(Lane& lane) {
     const std::lock_guard lock(mutex_);
     std::erase_if(lanes_, [&](const auto& other) { return other.get() == &lane; });
+    lanes_changed();
     // It may have been the only one to be woken, or the one to which others left something.
     if (!runnable_.empty()) wake_lanes();
     for (Task& task : std::exchange(lane.closing, {})) {
@@ -293,6 +297,30 @@ bool TransferQueue::may_take_next(const Lane& lane, const TransferTask& task) co
     return is_near(lane) || std::none_of(lanes_.begin(), lanes_.end(), [&](const auto& other) {
                return is_near(*other) && may_carry(*other, task);
            });
+}
+
+// What a lane may have outstanding. The end of a transfer waits for what a slow rail has taken, so
+// each may have what it completes while the fastest completes its limit: then all are done at about
+// the same time. How fast they are, the bytes that they have completed lately tell.
+std::uint64_t TransferQueue::window(const Lane& lane, std::uint64_t limit) const {
+    if (!several_rails_) return limit;
+    std::uint64_t most = 1;
+    for (const auto& other : lanes_) most = std::max(most, other->completed_lately);
+    const double share = static_cast<double>(lane.completed_lately) / static_cast<double>(most);
+    const auto proportional = static_cast<std::uint64_t>(share * static_cast<double>(limit));
+    return std::min(limit, std::max(proportional, kFirstWindow));
+}
+
+void TransferQueue::count_completed(Lane& lane, std::uint64_t bytes) {
+    lane.completed_lately += bytes;
+    if (lane.completed_lately < kLatelyBytes) return;
+    for (const auto& any : lanes_) any->completed_lately /= 2;
+}
+
+void TransferQueue::lanes_changed() {
+    several_rails_ = std::any_of(lanes_.begin(), lanes_.end(), [this](const auto& lane) {
+        return lane->epoch().rail != lanes_.front()->epoch().rail;
+    });
 }
 
 void TransferQueue::epoch_down(const Epoch& epoch, const Cause& cause) {

@@ -50,10 +50,10 @@ class TransferQueue {
     // A transfer that was carried out without being queued.
     void done_now(Op op, std::uint64_t bytes) noexcept;
 
-    // Up to `max_count` slices for `lane`, round robin over tasks by slice; a slice that passes
-    // `max_bytes` stays unless the lane is idle (max_bytes is then all it will ever have).
-    void take(Lane& lane, std::vector<Slice>& out, std::size_t max_count, std::uint64_t max_bytes,
-              bool idle);
+    // Up to `max_count` slices for `lane`, which has `inflight` bytes outstanding and may have
+    // `limit`; round robin over tasks by slice. A lane that has none takes one, however large.
+    void take(Lane& lane, std::vector<Slice>& out, std::size_t max_count, std::uint64_t limit,
+              std::uint64_t inflight);
     // Slices the queue pair did not take.
     void give_back(Lane& lane, std::vector<Slice>& slices, std::size_t from);
 
@@ -95,6 +95,9 @@ class TransferQueue {
     bool tries_left_elsewhere(const TransferTask& task) const;
     bool may_carry(const Lane& lane, const TransferTask& task) const;
     bool may_take_next(const Lane& lane, const TransferTask& task) const;
+    std::uint64_t window(const Lane& lane, std::uint64_t limit) const;
+    void count_completed(Lane& lane, std::uint64_t bytes);
+    void lanes_changed();
     void wake_lanes();
     std::vector<Task> all_tasks() const;
 
@@ -108,6 +111,7 @@ class TransferQueue {
     std::deque<Task> runnable_;                      // with slices to post
     std::vector<std::shared_ptr<Lane>> lanes_;       // attached
     std::map<Epoch, EpochState> epochs_;             // with lanes that are not flushed
+    bool several_rails_ = false;                     // have lanes that are attached
     bool one_woken_ = false;                         // of the lanes, for all that is runnable
     std::size_t turn_ = 0;  // of the lanes that small transfers are left to
     bool lost_ = false;

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "common/error.h"
+#include "engine/limits.h"
 #include "session_fixture.h"
 
 namespace aioflagcx::engine {
@@ -353,6 +354,63 @@ TEST_F(SessionTest, AResponderFencesOneRailOfOneAttempt) {
     responder->fence(1, 0, verbs::Deadline::max());
     EXPECT_EQ(states(), (std::vector{false, true}));
     responder->close(verbs::Deadline::max());
+}
+
+// Slices of 64 KiB, and 16 MiB of them: many times what a rail of unknown speed may have.
+struct RailSpeed : SessionTest {
+    static constexpr std::size_t kSlices = 256;
+    static constexpr std::size_t kFirst = kFirstWindow / 65'536;
+
+    RailSpeed() {
+        options.slice_size = 65'536;
+        options.max_inflight_bytes_per_endpoint = 8u << 20;
+    }
+    void write_all() {
+        const auto from = reinterpret_cast<std::uint64_t>(source.data());
+        const auto to = reinterpret_cast<std::uint64_t>(target.data());
+        const std::vector<std::uint64_t> local(kSlices, from), remote(kSlices, to);
+        const std::vector<std::uint64_t> lens(kSlices, 65'536);
+        Request request(engine->regions(), Op::Write, {local.data(), kSlices, false},
+                        {remote.data(), kSlices, false}, {lens.data(), kSlices, false});
+        session->submit(request, 1, 0);
+    }
+};
+
+TEST_F(RailSpeed, ARailThatCompletesNothingIsGivenLittle) {
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write_all();
+    for (const auto& script : scripts) script->wait_posted(kFirst);
+    scripts[0]->release();
+    scripts[0]->wait_posted(kSlices - kFirst);
+    EXPECT_EQ(scripts[1]->posted_count(), kFirst);
+    scripts[1]->release();
+    wait_done(1);
+}
+
+TEST_F(RailSpeed, ARailMayHaveOutstandingWhatItCompletesInProportion) {
+    start(2);
+    for (const auto& script : scripts) script->set_hold(true);
+    write_all();
+    for (const auto& script : scripts) script->wait_posted(kFirst);
+    scripts[0]->complete(kFirst);
+    scripts[0]->wait_posted(kFirst + 128);  // the fastest: its limit of 8 MiB
+    scripts[1]->complete(kFirst / 2);
+    scripts[1]->wait_posted(kFirst / 2 + 64);
+    EXPECT_EQ(scripts[0]->posted_count(), kFirst + 128);
+    EXPECT_EQ(scripts[1]->posted_count(), kFirst / 2 + 64);
+    for (const auto& script : scripts) script->release();
+    wait_done(1);
+}
+
+TEST_F(RailSpeed, ASingleRailHasItsLimitAtOnce) {
+    start(1);
+    scripts[0]->set_hold(true);
+    write_all();
+    scripts[0]->wait_posted(128);
+    EXPECT_EQ(scripts[0]->posted_count(), 128u);
+    scripts[0]->release();
+    wait_done(1);
 }
 
 }  // namespace

@@ -66,7 +66,8 @@ async def test_a_device_without_a_counterpart_takes_no_part(
 
 
 async def test_a_slow_rail_carries_little() -> None:
-    async with two_rails(size=8 * MiB) as ends:
+    async with connected("rxe0,rxe2", "rxe1,rxe3", 16 * MiB) as ends:
+        await until(lambda: not ends.ours.stats().rails_down)
         with netem(Device(0), "rate", "40mbit"):
             before = dict(ends.ours.stats().rails)
             await ends.write()
