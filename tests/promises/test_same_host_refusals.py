@@ -220,7 +220,7 @@ async def test_when_no_other_path_is_allowed_a_refusal_is_an_error_with_reason_a
     root = await lab.peer(SIZE, placement={"nursery": nursery}, soft_paths=("tcp",))
     with pytest.raises(ConnectError):  # they have no path in common
         await root.run(connect_watched, owner.session_id)
-    assert await owner.run(Host.responders) == 0
+    await owner.run(Host.wait_responders, 0)
 
 
 async def test_a_process_that_begins_to_hide_is_reached_by_tcp_from_then_on(
