@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "Device",
     "Gid",
+    "device_names",
     "holders",
     "holding_objects",
     "no_leaks",
@@ -92,6 +93,11 @@ class Device(NamedTuple):
 
     def _read(self, name: str) -> str:
         return (self._port / name).read_text().strip()
+
+
+def device_names() -> list[str]:
+    """Of all RDMA devices that there are."""
+    return sorted(path.name for path in Path("/sys/class/infiniband").iterdir())
 
 
 def object_counts() -> Counter[tuple[str, str]]:
