@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from promises.host import Host
+from promises.measures import until
 
 from aioflagcx import Config, Engine
 from aioflagcx.kv import CacheGroup, CacheLayout, KVManager, KVPoll, KVReceiver, KVSender
@@ -105,6 +106,19 @@ async def call(host: Host, room: str, method: str, *arguments: Any) -> Any:
 async def send(host: Host, room: str, blocks: Any, last: bool = True, aux: bytes = b"") -> None:
     state: Any = host
     await state.rooms[room].send(blocks, last=last, aux=aux)
+
+
+async def send_and_abort(host: Host, room: str, blocks: Any, reason: str) -> None:
+    """Give the room up once something has been written, if that can be seen before all has."""
+    state: Any = host
+    sender = state.rooms[room]
+    sending = asyncio.ensure_future(sender.send(blocks))
+    targets = sender._targets.values()
+    await until(
+        lambda: sending.done() or any(one.bytes_done for to in targets for one in to.transfers)
+    )
+    await sender.abort(reason)
+    await sending
 
 
 async def poll(host: Host, room: str) -> KVPoll:
