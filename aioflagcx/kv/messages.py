@@ -18,10 +18,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, TypeAlias
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from .codec import Codec, boolean, identity
 from .layout import CacheGroup, CacheLayout
 
 __all__ = [
@@ -139,16 +139,10 @@ class Failed:
 
 Message: TypeAlias = Start | Abort | Hello | Begin | Done | Failed
 
-_KINDS: dict[int, type[Message]] = {
-    kind.KIND: kind for kind in (Start, Abort, Hello, Begin, Done, Failed)
-}
-
 
 def encode(message: Message) -> bytes:
     """A notification's payload."""
-    fields = [getattr(message, field.name) for field in dataclasses.fields(message)]
-    packed: bytes = msgpack.packb([VERSION, message.KIND, *map(_plain, fields)])
-    return packed
+    return _CODEC.encode(message)
 
 
 def _plain(value: Any) -> Any:
@@ -174,25 +168,7 @@ def _plain_group(group: CacheGroup) -> list[Any]:
 
 def decode(payload: bytes) -> Message:
     """The message in a payload, or ValueError."""
-    try:
-        items = msgpack.unpackb(payload, strict_map_key=True)
-    except Exception as error:  # msgpack's own errors have no common base
-        raise ValueError(f"no msgpack: {error}") from None
-    if not isinstance(items, list) or len(items) < 2:
-        raise ValueError("not a list of version, kind and fields")
-    version, number, *values = items
-    if version != VERSION:
-        raise ValueError(f"version {version!r}, expected {VERSION}")
-    kind = _KINDS.get(number) if isinstance(number, int) else None
-    if kind is None:
-        raise ValueError(f"unknown kind {number!r}")
-    fields = dataclasses.fields(kind)
-    if len(fields) != len(values):
-        raise ValueError(f"{kind.__name__} has {len(fields)} fields, not {len(values)}")
-    checked = {
-        field.name: _CHECKS[field.name](value) for field, value in zip(fields, values, strict=True)
-    }
-    message = kind(**checked)
+    message = _CODEC.decode(payload)
     if isinstance(message, Start):
         _check_start(message)
     return message
@@ -206,12 +182,6 @@ def _check_start(start: Start) -> None:
     for ids, group in zip(start.blocks, start.layout.groups, strict=True):
         if ids.size and int(ids.max()) >= group.blocks:
             raise ValueError(f"block {ids.max()} of {group.blocks}")
-
-
-def _id(value: Any) -> bytes:
-    if not isinstance(value, bytes) or len(value) != ID_SIZE:
-        raise ValueError(f"an id has {ID_SIZE} bytes")
-    return value
 
 
 def _room(value: Any) -> str:
@@ -241,12 +211,6 @@ def _reason(value: Any) -> str:
         raise ValueError("a reason is a text")
     printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
     return printable[:MAX_REASON]
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected true or false, not {value!r}")
-    return value
 
 
 def _list(value: Any, limit: int) -> list[Any]:
@@ -290,7 +254,7 @@ def _exactly(value: Any, count: int) -> list[Any]:
 
 
 _CHECKS: dict[str, Any] = {
-    "id": _id,
+    "id": identity(ID_SIZE),
     "room": _room,
     "to_rank": _rank,
     "to_ranks": _rank,
@@ -299,5 +263,7 @@ _CHECKS: dict[str, Any] = {
     "blocks": _blocks,
     "aux": _binary,
     "reason": _reason,
-    "quiet": _boolean,
+    "quiet": boolean,
 }
+
+_CODEC: Codec[Message] = Codec(VERSION, (Start, Abort, Hello, Begin, Done, Failed), _plain, _CHECKS)

@@ -23,9 +23,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
-import msgpack
-
 from ...kv import messages as kv_messages
+from ...kv.codec import Codec, boolean, identity
 
 __all__ = [
     "Accepted",
@@ -133,16 +132,10 @@ class Release:
 
 Message: TypeAlias = Fetch | Accepted | Ask | Grant | Stop | Done | Failed | Release
 
-_KINDS: dict[int, type[Message]] = {
-    kind.KIND: kind for kind in (Fetch, Accepted, Ask, Grant, Stop, Done, Failed, Release)
-}
-
 
 def encode(message: Message) -> bytes:
     """The frame of a message."""
-    fields = [getattr(message, field.name) for field in dataclasses.fields(message)]
-    packed: bytes = msgpack.packb([VERSION, message.KIND, *map(_plain, fields)])
-    return packed
+    return _CODEC.encode(message)
 
 
 def _plain(value: Any) -> Any:
@@ -151,23 +144,7 @@ def _plain(value: Any) -> Any:
 
 def decode(frame: bytes) -> Message:
     """The message in a frame, or ValueError."""
-    try:
-        items = msgpack.unpackb(frame, strict_map_key=True)
-    except Exception as error:  # msgpack's own errors have no common base
-        raise ValueError(f"no msgpack: {error}") from None
-    if not isinstance(items, list) or len(items) < 2:
-        raise ValueError("not a list of version, kind and fields")
-    version, number, *values = items
-    if version != VERSION:
-        raise ValueError(f"version {version!r}, expected {VERSION}")
-    kind = _KINDS.get(number) if isinstance(number, int) else None
-    if kind is None:
-        raise ValueError(f"unknown kind {number!r}")
-    fields = dataclasses.fields(kind)
-    if len(fields) != len(values):
-        raise ValueError(f"{kind.__name__} has {len(fields)} fields, not {len(values)}")
-    checked = [_CHECKS[field.name](value) for field, value in zip(fields, values, strict=True)]
-    message: Message = kind(*checked)
+    message = _CODEC.decode(frame)
     if isinstance(message, Release) and message.rank >= message.ranks:
         raise ValueError(f"decode rank {message.rank} of {message.ranks}")
     if isinstance(message, Fetch):
@@ -186,12 +163,6 @@ def _start(value: Any) -> kv_messages.Start:
     return message
 
 
-def _id(value: Any) -> bytes:
-    if not isinstance(value, bytes) or len(value) != kv_messages.ID_SIZE:
-        raise ValueError(f"an id has {kv_messages.ID_SIZE} bytes")
-    return value
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise ValueError(f"expected a text of at most {MAX_TEXT} characters")
@@ -205,12 +176,6 @@ def _reason(value: Any) -> str:
 def _rank(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= kv_messages.MAX_RANKS:
         raise ValueError(f"{value!r} is no rank, and no number of ranks")
-    return value
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"expected true or false, not {value!r}")
     return value
 
 
@@ -230,9 +195,13 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "request_id": _text,
     "transfer": _text,
     "layers": _layers,
-    "id": _id,
+    "id": identity(kv_messages.ID_SIZE),
     "reason": _reason,
-    "quiet": _boolean,
+    "quiet": boolean,
     "rank": _rank,
     "ranks": _rank,
 }
+
+_CODEC: Codec[Message] = Codec(
+    VERSION, (Fetch, Accepted, Ask, Grant, Stop, Done, Failed, Release), _plain, _CHECKS
+)
