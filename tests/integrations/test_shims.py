@@ -74,19 +74,64 @@ def test_a_client_of_mooncake_is_told_why_it_fails(capfd: pytest.CaptureFixture[
 def test_the_rest_of_a_mooncake_that_is_installed_stays_where_it_was(tmp_path: Path) -> None:
     package = tmp_path / "mooncake"
     package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "engine.py").write_text("TransferEngine = 'the original'")
-    (package / "store.py").write_text("MooncakeDistributedStore = 'the original'")
+    (package / "__init__.py").write_text("from mooncake.store import name as BufferPool")
+    (package / "engine.py").write_text("TransferEngine = SharedSegment = 'the original'")
+    (package / "store.py").write_text("MooncakeDistributedStore = name = 'the original'")
+    (package / "segment.py").write_text("from .engine import SharedSegment")
     said = run(
         """
+        import sys
         from mooncake.engine import TransferEngine
         from mooncake.store import MooncakeDistributedStore
         print(TransferEngine.__module__, MooncakeDistributedStore)
+
+        from mooncake import BufferPool, engine, segment
+        print(BufferPool, segment.SharedSegment, engine.SharedSegment)
+        assert engine.TransferEngine is TransferEngine
+        for module, name in (engine, "no_such"), (sys.modules["mooncake"], "no_such"):
+            assert not hasattr(module, name)
         """,
         shims(),
         tmp_path,
     )
-    assert said == "aioflagcx.integrations.mooncake.engine the original\n"
+    assert said == (
+        "aioflagcx.integrations.mooncake.engine the original\n"
+        "the original the original the original\n"
+    )
+
+
+@pytest.mark.parametrize("without", ["mooncake", "plugin", "plugin.interservice"])
+def test_a_package_that_is_a_shim_alone_has_nothing_else(without: str) -> None:
+    said = run(
+        f"""
+        import {without} as package
+        try:
+            from {without} import BufferPool
+        except ImportError as error:
+            print(error.name, hasattr(package, "BufferPool"))
+        """,
+        shims(),
+    )
+    assert said == f"{without} False\n"
+
+
+def test_the_original_module_is_loaded_by_a_name_of_its_own(tmp_path: Path) -> None:
+    """An extension module replaces what has its name in sys.modules."""
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "engine.py").write_text("name = __name__")
+    said = run("import mooncake.engine; print(mooncake.engine.name)", shims(), tmp_path)
+    assert said == "original.mooncake.engine\n"
+
+
+def test_another_package_with_the_name_of_a_shim_stays_importable(tmp_path: Path) -> None:
+    """A name as common as `plugin`."""
+    package = tmp_path / "plugin"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .registry import Registry")
+    (package / "registry.py").write_text("Registry = 'another'")
+    said = run("from plugin import Registry, registry; print(Registry)", shims(), tmp_path)
+    assert said == "another\n"
 
 
 FLAGCX_CLIENT = """

@@ -1,7 +1,10 @@
-"""``from mooncake.engine import TransferEngine`` gives ours."""
+"""``from mooncake.engine import TransferEngine`` gives ours; other names are the original's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from aioflagcx.integrations import originals
 from aioflagcx.integrations.mooncake import (
     Read,
     TransferEngine,
@@ -11,3 +14,7 @@ from aioflagcx.integrations.mooncake import (
 )
 
 __all__ = ["Read", "TransferEngine", "TransferNotify", "TransferOpcode", "Write"]
+
+
+def __getattr__(name: str) -> Any:
+    return originals.attribute(__name__, name)
