@@ -14,7 +14,13 @@ from conformance.sync.threads_pair import together
 from integrations.processes import MiB, Target, free_port, until
 
 from aioflagcx.integrations import flagcx
-from aioflagcx.integrations.flagcx import FLAGCXLibrary, FlagcxP2pNotifyMsg, P2pConn, P2pEngine
+from aioflagcx.integrations.flagcx import (
+    FLAGCXLibrary,
+    FlagcxP2pNotifyMsg,
+    P2pConn,
+    P2pEngine,
+)
+from aioflagcx.integrations.flagcx import engine as module
 
 Targets = Callable[..., Target]
 
@@ -162,6 +168,111 @@ def test_failures_are_runtime_errors_that_name_the_call_and_the_reason(
         library.flagcxP2pBatchWriteSync(conn, [here], [], [])
     assert np.array_equal(theirs.memory, before)
     library.flagcxP2pBatchWriteSync(conn, [], [], [])
+
+
+class Hostile:
+    """Raises what nobody expects, whatever is done with it."""
+
+    def __len__(self) -> int:
+        raise OSError("hostile")
+
+    __index__ = __iter__ = __getitem__ = __len__
+
+
+def test_every_failure_of_every_call_is_a_runtime_error(library: FLAGCXLibrary, pair: Pair) -> None:
+    """Each argument in turn being garbage, the others right."""
+    ours, theirs, conn = pair
+    desc = flagcx.flagcxP2pEngineMakeDesc(conn, theirs.address, 9)
+    vectors = [conn, [ours.mr], [ours.address], [9], [desc]]
+    calls: dict[Callable[..., Any], list[Any]] = {
+        library.flagcxP2pEngineDestroy: [conn],
+        library.flagcxP2pGetRpcPort: [conn],
+        library.flagcxP2pStartRpcServer: [conn],
+        library.flagcxP2pRegister: [ours.engine, ours.address, 9],
+        library.flagcxP2pRegisterHost: [ours.engine, ours.address, 9],
+        library.flagcxP2pGetConn: [ours.engine, theirs.session],
+        library.flagcxP2pBatchWriteSync: [conn, [ours.address], [theirs.address], [9]],
+        flagcx.flagcxP2pEnginePrepareDesc: [ours.engine, ours.mr, ours.address, 9],
+        flagcx.flagcxP2pEngineUpdateDesc: [desc, theirs.address, 9],
+        flagcx.flagcxP2pEngineMakeDesc: [conn, theirs.address, 9],
+        flagcx.flagcxP2pEngineWriteVector: vectors,
+        flagcx.flagcxP2pEngineReadVector: vectors,
+        flagcx.flagcxP2pEngineWriteVectorSync: vectors,
+        flagcx.flagcxP2pEngineXferStatus: [conn, 9],
+        flagcx.flagcxP2pEngineSendNotif: [conn, "message"],
+        flagcx.flagcxP2pEngineGetMetadata: [conn],
+    }
+    for call, right in calls.items():
+        for position, garbage in itertools.product(
+            range(len(right)), [None, "text", -1, 2**200, 1.5, [None], [-1], Hostile(), [Hostile()]]
+        ):
+            arguments = [*right[:position], garbage, *right[position + 1 :]]
+            with pytest.raises(RuntimeError) as caught:
+                call(*arguments)
+            assert str(caught.value).startswith(f"{call.__name__}: "), garbage
+        with pytest.raises(RuntimeError, match=call.__name__):
+            call(*right, None, None, None)
+    library.flagcxP2pBatchWriteSync(conn, [ours.address], [theirs.address], [SIZE])
+
+
+def test_an_engine_that_could_not_be_made_is_such_a_failure(
+    library: FLAGCXLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(module, "_everywhere", fail)
+    with pytest.raises(RuntimeError, match=r"flagcxP2pEngineCreate: .*no more files"):
+        library.flagcxP2pEngineCreate()
+
+
+def test_a_forked_child_is_told_that_the_engine_is_its_parents(
+    library: FLAGCXLibrary, pair: Pair
+) -> None:
+    ours, theirs, conn = pair
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"nothing"
+        try:
+            library.flagcxP2pBatchWriteSync(conn, [ours.address], [theirs.address], [9])
+        except RuntimeError as error:
+            said = str(error).encode()
+        finally:
+            os.write(writing, said)
+            os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(reading, 1000).decode()
+    for end in reading, writing:
+        os.close(end)
+    assert said.startswith("flagcxP2pBatchWriteSync: ")
+    assert "fork" in said
+    library.flagcxP2pBatchWriteSync(conn, [ours.address], [theirs.address], [9])
+
+
+@pytest.mark.parametrize(
+    ("v4", "v6", "host"),
+    [
+        ("127.0.0.1", "2001:db8::7", "[::1]"),
+        ("10.0.0.7", "2001:db8::7", "127.0.0.1"),
+        ("10.0.0.7", "::1", "127.0.0.1"),
+        ("127.0.0.1", "::1", "127.0.0.1"),
+    ],
+)
+def test_an_engine_listens_by_the_ip_that_the_host_has(
+    monkeypatch: pytest.MonkeyPatch,
+    library: FLAGCXLibrary,
+    sides: Callable[[], Side],
+    v4: str,
+    v6: str,
+    host: str,
+) -> None:
+    monkeypatch.setattr(module, "primary_address", {4: v4, 6: v6}.__getitem__)
+    ours, theirs = sides(), sides()
+    session = f"{host}:{library.flagcxP2pGetRpcPort(theirs.engine)}"
+    conn = library.flagcxP2pGetConn(ours.engine, session)
+    library.flagcxP2pBatchWriteSync(conn, [ours.address], [theirs.address], [SIZE])
+    assert np.array_equal(theirs.memory, ours.memory)
 
 
 def test_a_destroyed_engine_refuses_and_reaches_nothing(library: FLAGCXLibrary, pair: Pair) -> None:

@@ -109,7 +109,8 @@ def flagcxP2pEngineWriteVectorSync(
     descs: Sequence[bytes],
 ) -> None:
     """Write all pieces; returns when they are in the peer's memory."""
-    conn.engine.write(conn, *_pieces(conn, mr_ids, src_vec, size_vec, descs, None))
+    pieces = _pieces(conn, mr_ids, src_vec, size_vec, descs, None)
+    conn.engine.write(conn, *pieces)
 
 
 @raises_runtime_errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import operator
 import os
@@ -11,14 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...config import Config
+from ...hosts import primary_address
 from ...region import Region
 from ...sync import Engine, Session, Transfer
 from ..limits import call_timeout
 
 __all__ = ["P2pConn", "P2pEngine", "engines"]
-
-_LISTEN_AT = "0.0.0.0"
-"""All of the host's addresses: FlagCX does so, and its sessions name any of them."""
 
 _engines: weakref.WeakValueDictionary[int, P2pEngine] = weakref.WeakValueDictionary()
 """Those that were made, by their number."""
@@ -35,7 +34,7 @@ class P2pEngine:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._config = Config.from_env()
-        self._engine = Engine(_LISTEN_AT, config=self._config)
+        self._engine = Engine(_everywhere(), config=self._config)
         self._engine.start()
         self._lock = threading.Lock()
         """Guards `_regions` and `_connections`; not held while anything is waited for."""
@@ -140,6 +139,18 @@ class P2pEngine:
             raise LookupError(f"transfer {number} is unknown, or its end has been told")
         transfer.result()
         return True
+
+
+def _everywhere() -> str:
+    """All of the host's addresses: FlagCX listens there, and its sessions name any of them.
+
+    Those of IPv6 on a host that others can reach by IPv6 alone.
+    """
+    reachable = {
+        version: not ipaddress.ip_address(primary_address(version)).is_loopback
+        for version in (4, 6)
+    }
+    return "::" if reachable[6] and not reachable[4] else "0.0.0.0"
 
 
 class P2pConn:

@@ -25,9 +25,12 @@ def raises_runtime_errors(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return function(*args, **kwargs)
-        except (AioFlagcxError, TimeoutError) as error:
+        except (AioFlagcxError, TimeoutError, RuntimeError) as error:
             raise RuntimeError(f"{function.__name__}: {error}") from error
         except (TypeError, ValueError, OverflowError, LookupError) as error:
             raise ArgumentError(f"{function.__name__}: {error}") from error
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"{function.__name__}: {words}") from error
 
     return call
