@@ -63,6 +63,7 @@ class LoopThread:
     """Those that were left to end by themselves, until they have."""
 
     def __init__(self) -> None:
+        self._ended = _native.Waiter()
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         """The loop; its clock, as asyncio's own, is that of :func:`time.monotonic`."""
         self._pid = os.getpid()
@@ -70,9 +71,12 @@ class LoopThread:
         # Reentrant, as a collection can call `abandon` at any point.
         self._lock = threading.RLock()
         self._stopping = False
-        self._ended = _native.Waiter()
         self._thread = threading.Thread(target=self._run, name="aioflagcx-loop", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.loop.close()
+            raise
 
     @property
     def forked(self) -> bool:

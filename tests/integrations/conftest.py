@@ -19,6 +19,15 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds within which calls are over."""
+    monkeypatch.setenv("AIOFLAGCX_TRANSFER_TIMEOUT", "3")
+    monkeypatch.setenv("AIOFLAGCX_DRAIN_TIMEOUT", "0.5")
+    monkeypatch.setenv("AIOFLAGCX_KEEPALIVE_TIMEOUT", "60")
+    return 3.0
+
+
+@pytest.fixture
 def engines() -> Iterator[Callable[[], TransferEngine]]:
     """Makes engines, which are closed at the end."""
     with contextlib.ExitStack() as stack:

@@ -36,6 +36,8 @@ for line in sys.stdin:
                 time.sleep(0.001)
             digest = hashlib.sha256(memory.tobytes()).hexdigest()
             say([[one.name, one.msg] for one in notifies] + [digest])
+        case ["notifies"]:
+            say([one.name for one in engine.get_notifies()])
         case ["unregister"]:
             say(engine.unregister_memory(address))
         case ["register"]:

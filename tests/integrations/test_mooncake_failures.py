@@ -110,6 +110,8 @@ def test_garbage_is_answered_by_a_code_and_the_engine_goes_on(
             assert engine.last_error()
     for arguments in ([], [1] * 9):
         assert method(*arguments) == failure
+    assert engine.get_notifies("garbage") == []  # type: ignore[call-arg]
+    assert engine.last_error().startswith("get_notifies: ")
     memory = np.zeros(4096, np.uint8)
     assert engine.register_memory(memory.ctypes.data, 4096) == 0, "it goes on"
     session = f"127.0.0.1:{engine.get_rpc_port()}"
@@ -165,15 +167,6 @@ def source(engine: TransferEngine) -> np.ndarray:
     memory = np.full(MiB, 0x22, np.uint8)
     assert engine.register_memory(memory.ctypes.data, MiB) == 0
     return memory
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds within which calls are over."""
-    monkeypatch.setenv("AIOFLAGCX_TRANSFER_TIMEOUT", "3")
-    monkeypatch.setenv("AIOFLAGCX_DRAIN_TIMEOUT", "0.5")
-    monkeypatch.setenv("AIOFLAGCX_KEEPALIVE_TIMEOUT", "60")
-    return 3.0
 
 
 def test_a_peer_that_is_not_there_fails_calls_at_once(

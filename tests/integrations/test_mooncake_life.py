@@ -1,26 +1,29 @@
-"""How Mooncake's engine begins, what it looks like to its callers, and how it ends."""
+"""How Mooncake's engine begins, and what it looks like to its callers."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
-import subprocess
-import sys
-import textwrap
-import warnings
+import os
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from conformance.sync.threads_pair import InThread, together
-from integrations.processes import free_port, until
+from integrations.processes import free_port
 
 import aioflagcx.integrations.mooncake as module
 from aioflagcx.errors import ConfigError
-from aioflagcx.integrations.mooncake import TransferEngine, TransferNotify, TransferOpcode
+from aioflagcx.integrations.mooncake import (
+    TransferEngine,
+    TransferNotify,
+    TransferOpcode,
+    opened,
+)
 from aioflagcx.integrations.mooncake.settings import Settings
 from aioflagcx.integrations.mooncake.topology import local_topology
+from aioflagcx.sync import Engine
 from aioflagcx.topology import Place, Topology
 
 Engines = Callable[..., TransferEngine]
@@ -57,6 +60,8 @@ SIGNATURES = {
     "free_managed_buffer": "buffer_addr, length",
     "write_bytes_to_buffer": "dest_address, src_ptr, length",
     "read_bytes_from_buffer": "source_address, length",
+    "get_engine": "",
+    "warmup_efa_segment": "segment_name",
 }
 
 
@@ -84,6 +89,15 @@ def test_opcodes_and_notifications_are_mooncakes() -> None:
     assert empty == TransferNotify("n", "m") == TransferNotify(msg="m", name="n")
 
 
+def test_what_is_mooncakes_alone_is_told_that_there_is_none(engines: Engines) -> None:
+    """So that a client which shares its engine with Mooncake's store has that open its own."""
+    engine = engines(initialized=False)
+    for _ in range(2):
+        assert engine.get_engine() is None  # type: ignore[func-returns-value]
+        assert engine.warmup_efa_segment("127.0.0.1:1") == 0
+        assert engine.initialize(*GOOD) == 0
+
+
 # Initializing -------------------------------------------------------------------------------------
 
 
@@ -107,6 +121,29 @@ def test_it_can_be_initialized_after_a_failure_and_after_its_end(engines: Engine
         assert engine.initialize(*GOOD) == 0
         assert engine.get_rpc_port() > 0
         assert engine.close() == 0
+
+
+def test_an_engine_without_a_name_is_reached_by_any_address(engines: Engines) -> None:
+    engine, other = engines(initialized=False), engines()
+    assert engine.initialize("", *GOOD[1:]) == 0, engine.last_error()
+    assert other.send_probe(f"127.0.0.1:{engine.get_rpc_port()}") == 0
+
+
+def test_what_fails_on_the_way_leaves_nothing_open(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Engine) -> None:
+        raise OSError("no more files")
+
+    engine = engines(initialized=False)
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(opened, "Registrations", fail)
+        assert engine.initialize(*GOOD) == -1
+    assert "no more files" in engine.last_error()
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert engine.initialize(*GOOD) == 0
 
 
 def test_many_threads_initialize_one_engine(engines: Engines) -> None:
@@ -198,18 +235,34 @@ def test_a_port_after_the_host_is_a_matter_of_mooncakes_variable(
     assert (elsewhere.host, elsewhere.advertise) == ("0.0.0.0", host)
 
 
-@pytest.mark.parametrize("local_hostname", ["0.0.0.0", "0.0.0.0:17000", "::", "[::]:17000"])
+@pytest.mark.parametrize("local_hostname", ["0.0.0.0", "0.0.0.0:17000", "::", "[::]:17000", ""])
 def test_a_host_that_listens_everywhere_tells_peers_an_address(local_hostname: str) -> None:
     chosen = settings(local_hostname, *GOOD[1:])
     assert chosen.host in ("0.0.0.0", "::")
     assert chosen.advertise is None
 
 
-@pytest.mark.parametrize("local_hostname", ["", None, 7, "h:port", "h:99999"])
+@pytest.mark.parametrize("local_hostname", [None, 7, "h:port", "h:99999"])
 def test_bad_hostnames_are_refused(engines: Engines, local_hostname: str) -> None:
     engine = engines(initialized=False)
     assert engine.initialize(local_hostname, *GOOD[1:]) == -1
     assert "local_hostname" in engine.last_error()
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+@pytest.mark.parametrize("local_hostname", ["192.0.2.77", "no such host"])
+def test_a_host_that_is_not_this_one_is_told_with_a_remedy(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, local_hostname: str, protocol: str
+) -> None:
+    monkeypatch.setenv("AIOFLAGCX_DEVICES", "soft")
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    engine = engines(initialized=False)
+    arguments = local_hostname, "P2PHANDSHAKE", protocol, ""
+    assert engine.initialize(*arguments) == -1
+    assert local_hostname in engine.last_error()
+    assert "MC_TCP_BIND_ADDRESS" in engine.last_error()
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    assert engine.initialize(*arguments) == 0, engine.last_error()
 
 
 def test_mooncakes_timeout_counts_unless_ours_is_given() -> None:
@@ -236,117 +289,6 @@ def test_an_engine_works_by_ipv6(engines: Engines) -> None:
     engine = engines(initialized=False)
     assert engine.initialize("::1", *GOOD[1:]) == 0, engine.last_error()
     assert engine.send_probe(f"[::1]:{engine.get_rpc_port()}") == 0
-
-
-# The end ------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_is_dropped_ends_by_itself(engines: Engines) -> None:
-    """Without a warning: Mooncake's callers have no other way to end it."""
-    peer = engines()
-    engine = TransferEngine()
-    assert engine.initialize(*GOOD) == 0
-    session = f"127.0.0.1:{engine.get_rpc_port()}"
-    assert peer.send_probe(session) == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        del engine
-        gc.collect()
-    until(lambda: peer.send_probe(session) == -1)
-
-
-def run(program: str) -> str:
-    """In a process of its own; what it has said."""
-    preamble = """
-        import os, signal, sys, threading, time
-        import numpy as np
-        from aioflagcx.integrations.mooncake import TransferEngine, TransferOpcode
-        GOOD = "127.0.0.1", "P2PHANDSHAKE", "tcp", ""
-        memory = np.zeros(1 << 20, np.uint8)
-        address = memory.ctypes.data
-        def make():
-            engine = TransferEngine()
-            assert engine.initialize(*GOOD) == 0, engine.last_error()
-            assert engine.register_memory(address, 1 << 20) == 0, engine.last_error()
-            return engine, f"127.0.0.1:{engine.get_rpc_port()}"
-    """
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "faulthandler", "-c",
-         textwrap.dedent(preamble) + textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 0, (result.returncode, result.stderr)
-    return result.stdout
-
-
-def test_a_forked_child_begins_anew_and_its_parent_notices_nothing() -> None:
-    out = run("""
-        engine, session = make()
-        assert engine.transfer_sync_write(session, address, address, 4096) == 0
-        number = engine.transfer_submit_write(session, address, address, 4096)
-        child = os.fork()
-        if child == 0:
-            assert engine.get_rpc_port() == -1
-            assert "in this process" in engine.last_error()
-            assert engine.transfer_sync_write(session, address, address, 1) == -1
-            assert engine.transfer_check_status(number) == -1
-            assert engine.unregister_memory(address) == -1
-            assert engine.get_notifies() == []
-            assert engine.initialize(*GOOD) == 0, engine.last_error()
-            assert engine.register_memory(address, 4096) == 0
-            assert engine.transfer_sync_write(session, address, address, 9) == 0, "to the parent"
-            print("child", flush=True)
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert engine.get_batch_transfer_status([number]) == 0
-        assert engine.transfer_sync_write(session, address, address, 4096) == 0
-        print("parent")
-    """)
-    assert out == "child\nparent\n"
-
-
-@pytest.mark.parametrize("at_work", [False, True], ids=["idle", "at-work"])
-def test_the_interpreter_ends_with_engines_open_and_calls_under_way(at_work: bool) -> None:
-    run(f"""
-        engine, session = make()
-        begun = threading.Event()
-        def work():
-            while True:
-                if engine.transfer_sync_write(session, address, address + (1 << 19), 1 << 19) != 0:
-                    return
-                begun.set()
-        if {at_work}:
-            for _ in range(4):
-                threading.Thread(target=work, daemon=True).start()
-            assert begun.wait(20)
-            engine.transfer_submit_write(session, address, address + (1 << 19), 1 << 19)
-    """)
-
-
-def test_ctrl_c_ends_a_call_by_its_exception_and_the_engine_goes_on() -> None:
-    run("""
-        import socket
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        engine, session = make()
-        listener = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
-        silent = f"127.0.0.1:{listener.getsockname()[1]}"
-        def interrupt():
-            connection = listener.accept()
-            os.kill(os.getpid(), signal.SIGINT)
-            go_on.wait()
-        go_on = threading.Event()
-        threading.Thread(target=interrupt).start()
-        try:
-            engine.transfer_sync_write(silent, address, address, 1)
-        except KeyboardInterrupt:
-            pass
-        else:
-            sys.exit("no KeyboardInterrupt")
-        go_on.set()
-        assert engine.transfer_sync_write(session, address, address, 1) == 0
-    """)
 
 
 def test_a_fixed_port_that_is_taken_is_told(

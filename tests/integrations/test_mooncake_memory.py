@@ -187,6 +187,9 @@ def test_bytes_are_copied_only_within_memory_of_the_engine(engine: TransferEngin
     managed = engine.allocate_managed_buffer(4096)
     neighbour = engine.allocate_managed_buffer(4096)
     assert engine.write_bytes_to_buffer(neighbour, b"n" * 4096, 4096) == 0
+    assert engine.write_bytes_to_buffer(neighbour, "text \u2713", 8) == 0, "as UTF-8"
+    assert engine.read_bytes_from_buffer(neighbour, 9) == b"text \xe2\x9c\x93n"
+    assert engine.write_bytes_to_buffer(neighbour, b"n" * 8, 8) == 0
     for start in (registered, managed):
         assert engine.write_bytes_to_buffer(start + 4090, b"abcdef", 6) == 0
         assert engine.read_bytes_from_buffer(start + 4090, 6) == b"abcdef"

@@ -226,6 +226,20 @@ def test_waiting_for_several_batches_frees_them_all(here: Here, targets: Targets
     assert engine.get_batch_transfer_status([]) == 0
 
 
+@pytest.mark.parametrize("garbage", [0, -1, 2**200, None, "1", 1.5, [1]])
+def test_what_is_no_id_does_not_keep_from_waiting_for_the_others(
+    here: Here, targets: Targets, garbage: Any
+) -> None:
+    target = targets(SIZE)
+    engine = here.engine
+    batch = engine.batch_transfer_async_write(
+        target.session, [here.address], [target.address], [SIZE]
+    )
+    assert engine.get_batch_transfer_status([garbage, batch]) == -1
+    assert np.array_equal(target.memory, here.memory)
+    assert engine.transfer_check_status(batch) == -1, "freed"
+
+
 def test_one_failure_among_batches_is_told_after_the_others_have_ended(
     here: Here, targets: Targets
 ) -> None:

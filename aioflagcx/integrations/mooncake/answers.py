@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -58,7 +59,7 @@ def answers(
                 return method(self, *args, **kwargs)
             except Exception as error:
                 self._failed(method.__name__, error)
-                return failure
+                return copy.copy(failure)  # a list would be everybody's
 
         return answer
 

@@ -5,49 +5,25 @@ from __future__ import annotations
 import json
 import operator
 import os
-import threading
 from collections.abc import Iterable, Sequence
 
-from ...errors import ConfigError, EngineClosed, RegistrationError
+from ...errors import ConfigError, EngineClosed
 from ...sync import Engine
 from ...topology import Topology
 from .answers import Answering, answers
-from .managed import ManagedBuffers
-from .registrations import Registrations
+from .opened import Opened, Process
 from .settings import Settings
 from .topology import local_topology
-from .transfers import Pieces, Transfers
+from .transfers import Pieces
 from .types import TransferNotify
 from .types import TransferOpcode as _TransferOpcode
 
 __all__ = ["TransferEngine"]
 
-_PROBE_TIMEOUT = 5.0
-"""Seconds in which a peer answers a probe, or is not reachable."""
+_NO_NOTIFIES: list[TransferNotify] = []
 
 _inherited: list[object] = []
-"""What forked children have copies of. Kept, as taking it apart is the parent's business."""
-
-
-class _Opened:
-    """What there is between ``initialize`` and the end."""
-
-    def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.memory = Registrations(engine)
-        self.buffers = ManagedBuffers(engine)
-        self.transfers = Transfers(engine, settings.config)
-
-
-class _Process:
-    """What belongs to one process: a forked child's copy begins anew."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.changing = threading.Lock()
-        """Initializing and closing take turns."""
-        self.opened: _Opened | None = None
+"""What a forked child has copies of. Kept, as taking it apart is the parent's business."""
 
 
 class TransferEngine(Answering):
@@ -64,7 +40,8 @@ class TransferEngine(Answering):
     def __init__(self) -> None:
         """Nothing is opened before :meth:`initialize`."""
         super().__init__()
-        self._process_ = _Process()
+        # By process id. No lock, which a fork could find taken: each use is one operation.
+        self._processes: dict[int, Process] = {}
 
     # Life ------------------------------------------------------------------------------------
 
@@ -74,9 +51,10 @@ class TransferEngine(Answering):
     ) -> int:
         """Open devices and listen; 0, or -1.
 
-        ``local_hostname``: by what peers reach this host. A port after it counts only when
-        MC_LEGACY_RPC_PORT_BINDING is set. ``metadata_server``: "P2PHANDSHAKE". ``protocol``:
-        "rdma" or "tcp". ``device_name``: RDMA devices, comma separated; empty for all.
+        ``local_hostname``: by what peers reach this host; empty for its primary address. A port
+        after it counts only when MC_LEGACY_RPC_PORT_BINDING is set. ``metadata_server``:
+        "P2PHANDSHAKE". ``protocol``: "rdma" or "tcp". ``device_name``: RDMA devices, comma
+        separated; empty for all.
 
         The same arguments again are a success, others are refused while it is open. After a
         failure it can be called again.
@@ -97,9 +75,12 @@ class TransferEngine(Answering):
             )
             try:
                 engine.start()
+                process.opened = Opened(engine, settings)
             except ConfigError as error:
                 raise settings.explained(error) from error
-            process.opened = _Opened(engine, settings)
+            finally:
+                if process.opened is None:
+                    engine.close()
         return 0
 
     @answers(-1)
@@ -129,14 +110,18 @@ class TransferEngine(Answering):
         process = self._process()
         with process.changing:
             if process.opened is not None:
-                process.opened.engine.close()
-                process.opened = None
+                try:
+                    process.opened.engine.close()
+                finally:
+                    process.opened = None  # closed, too, when a signal handler has raised
         return 0
 
     def __del__(self) -> None:
-        process = getattr(self, "_process_", None)
+        processes = getattr(self, "_processes", {})
+        process = processes.pop(os.getpid(), None)
         if process is not None and process.opened is not None:
             process.opened.engine._abandon()
+        _inherited.extend(processes.values())
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -179,9 +164,9 @@ class TransferEngine(Answering):
 
     @answers(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """The address of what the peer "host:port" registered first, 0 if there is nothing."""
-        session = self._opened().engine.connect(segment_name)
-        session.refresh(timeout=_PROBE_TIMEOUT)
+        """The address of what the peer "host:port" registered first; 0 if there is nothing, or if
+        it does not answer within 5 s."""
+        session = self._opened().reach(segment_name)
         first = min(session.all_regions, key=lambda region: region._id, default=None)
         return 0 if first is None else first.addr
 
@@ -197,35 +182,22 @@ class TransferEngine(Answering):
         return 0
 
     @answers(-1)
-    def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes, length: int) -> int:
-        """Copy ``length`` of the bytes into a managed buffer or registered memory; 0, or -1."""
-        source = memoryview(src_ptr).cast("B")
+    def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes | str, length: int) -> int:
+        """Copy ``length`` of the bytes into a managed buffer or registered memory; 0, or -1.
+
+        Text is copied as UTF-8.
+        """
+        source = memoryview(src_ptr.encode() if isinstance(src_ptr, str) else src_ptr).cast("B")
         count = operator.index(length)
         if not 0 <= count <= len(source):
             raise ValueError(f"length {count} of {len(source)} bytes")
-        self._bytes_at(dest_address, count)[:] = source[:count]
+        self._opened().bytes_at(dest_address, count)[:] = source[:count]
         return 0
 
     @answers(b"")
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
         """A copy of bytes of a managed buffer or registered memory; b"" on failure."""
-        return bytes(self._bytes_at(source_address, operator.index(length)))
-
-    def _bytes_at(self, address: int, length: int) -> memoryview:
-        """That memory, which has to be ours; RegistrationError if it is not."""
-        address = operator.index(address)
-        if length < 0:
-            raise ValueError(f"length {length}")
-        opened = self._opened()
-        part = opened.buffers.find(address, length)
-        if part is None:
-            part = opened.memory.find(address, length)
-        if part is None:
-            raise RegistrationError(
-                f"{length} bytes do not lie in one managed buffer or registered memory",
-                address=address,
-            )
-        return part
+        return bytes(self._opened().bytes_at(source_address, operator.index(length)))
 
     # Transfers -------------------------------------------------------------------------------
 
@@ -393,20 +365,15 @@ class TransferEngine(Answering):
     @answers(-1)
     def send_probe(self, peer_server_name: str) -> int:
         """0 if the peer "host:port" answers within 5 s, else -1."""
-        session = self._opened().engine.connect(peer_server_name, timeout=_PROBE_TIMEOUT)
-        session.refresh(timeout=_PROBE_TIMEOUT)
+        self._opened().reach(peer_server_name)
         return 0
 
+    @answers(_NO_NOTIFIES)
     def get_notifies(self) -> list[TransferNotify]:
         """What has come from peers since the last call, in order; none before initialization."""
-        try:
-            notifications = self._opened().engine.notifications().get_all()
-        except Exception as error:
-            self._failed("get_notifies", error)
-            return []
         return [
             TransferNotify(one.name, one.payload.decode(errors="surrogateescape"))
-            for one in notifications
+            for one in self._opened().engine.notifications().get_all()
         ]
 
     @answers("{}")
@@ -418,16 +385,23 @@ class TransferEngine(Answering):
         names = [name.strip() for name in (device_name or "").split(",") if name.strip()]
         return json.dumps(local_topology(Topology.read(), names))
 
+    # For what is Mooncake's alone ------------------------------------------------------------
+
+    def get_engine(self) -> None:
+        """Mooncake's C++ engine: there is none. Its store, given this, opens one of its own."""
+
+    @answers(-1)
+    def warmup_efa_segment(self, segment_name: str) -> int:
+        """0: as without AWS EFA devices, there is nothing to warm up."""
+        return 0
+
     # State -----------------------------------------------------------------------------------
 
-    def _process(self) -> _Process:
-        process = self._process_
-        if process.pid != os.getpid():
-            _inherited.append(process)
-            process = self._process_ = _Process()
-        return process
+    def _process(self) -> Process:
+        pid = os.getpid()
+        return self._processes.get(pid) or self._processes.setdefault(pid, Process())
 
-    def _opened(self) -> _Opened:
+    def _opened(self) -> Opened:
         opened = self._process().opened
         if opened is None:
             raise EngineClosed("the engine is not initialized in this process, or closed")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import socket
 from collections.abc import Mapping
 
+from ... import _native
 from ...config import Config
 from ...errors import ConfigError
 
@@ -23,6 +26,11 @@ _ALL_ADDRESSES = ("0.0.0.0", "::")
 """What a host may be told to listen at, and no peer can be told to connect to."""
 
 _WITHOUT_RDMA = 'use protocol "tcp", or set MC_FORCE_TCP=1, to move data without an RDMA device'
+
+_ELSEWHERE = (
+    "if peers reach this host by an address that is not its own, set MC_TCP_BIND_ADDRESS to one "
+    "that is, or to 0.0.0.0"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +67,14 @@ class Settings:
                 f"metadata_server {metadata_server!r}: accepted is {METADATA_SERVER!r} only, with "
                 "which engines need no metadata server: address peers by host:get_rpc_port()"
             )
-        if not isinstance(local_hostname, str) or not local_hostname:
+        if not isinstance(local_hostname, str):
             raise ConfigError(
                 f"local_hostname {local_hostname!r}: accepted is the name or address by which "
                 "peers reach this host"
             )
         if device_name is not None and not isinstance(device_name, str):
             raise ConfigError(f"device_name {device_name!r}: accepted are names, comma separated")
-        host, port = _split(local_hostname)
+        host, port = _split(local_hostname or _ALL_ADDRESSES[0])
         config = _with_timeout(Config.from_env(environ), environ)
         return cls(
             host=environ.get("MC_TCP_BIND_ADDRESS") or host,
@@ -79,7 +87,12 @@ class Settings:
 
     def explained(self, error: ConfigError) -> ConfigError:
         """Why the engine could not be started, with what to do about it."""
-        if self.devices.startswith("soft"):
+        cause = error.cause
+        if isinstance(cause, socket.gaierror) or (
+            isinstance(cause, OSError | _native.NativeError) and cause.errno == errno.EADDRNOTAVAIL
+        ):
+            return ConfigError(f"{error.message}; {_ELSEWHERE}", cause=cause)
+        if self.devices.startswith("soft") or not isinstance(cause, _native.NativeError):
             return error
         return ConfigError(f'protocol "rdma": {error.message}; {_WITHOUT_RDMA}')
 

@@ -87,16 +87,23 @@ class Transfers:
         return True
 
     def wait(self, batches: Iterable[int]) -> None:
-        """Until all have ended, and free them; raises as :meth:`done` does for the last failure."""
-        numbers = list(dict.fromkeys(map(operator.index, batches)))
-        found = [(number, self._batches.get(number)) for number in numbers]
+        """Until all have ended, and free them; raises as :meth:`done` does for the last failure.
+
+        What is no id is such a failure, too.
+        """
         failure: Exception | None = None
-        for number, transfer in found:
-            if transfer is None:
+        found: dict[int, Transfer] = {}
+        for batch in list(batches):
+            try:
+                number = operator.index(batch)
+                found[number] = found.get(number) or self._batches[number]
+            except KeyError:
                 failure = LookupError(f"batch {number} is unknown, or freed")
-            else:
-                failure = transfer.exception() or failure
-        for number in numbers:
+            except Exception as error:
+                failure = error
+        for transfer in found.values():
+            failure = transfer.exception() or failure
+        for number in found:
             self._batches.pop(number, None)
         if failure is not None:
             raise failure
