@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 from conformance.sync.threads_pair import together
 from integrations.processes import MiB, Target, until
 
-from aioflagcx.integrations.mooncake import TransferEngine
+from aioflagcx.integrations.mooncake import TransferEngine, registrations
 
 Targets = Callable[..., Target]
+
+LATE = 2.0
+"""Seconds that a busy machine may be late."""
 
 
 @pytest.fixture
@@ -71,6 +75,55 @@ def test_unregistered_memory_does_not_change_any_more(
         hammering.join()
     assert target.ask("unregister") == 0
     assert target.ask("unregister") == -1
+
+
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
+@pytest.mark.parametrize("at_once", [True, False], ids=["batch", "one-by-one"])
+def test_memory_that_is_held_is_unregistered_by_a_later_call(
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    engines: Callable[[], TransferEngine],
+    targets: Targets,
+    at_once: bool,
+) -> None:
+    """The wait is one for all of a batch. What held it ends between the calls."""
+    monkeypatch.setattr(registrations, "_PATIENCE", 0.5)
+    monkeypatch.setenv("AIOFLAGCX_KEEPALIVE_TIMEOUT", "60")
+    engine, target = engines(), targets(MiB)
+    source = np.full(8 * MiB, 0x22, np.uint8)
+    here = [source.ctypes.data + start for start in range(0, 8 * MiB, MiB)]
+    assert engine.batch_register_memory(here, [MiB] * 8) == 0
+    assert engine.transfer_sync_write(target.session, here[0], target.address, MiB) == 0
+    target.stop()
+    held = engine.batch_transfer_async_write(
+        target.session, here * 8, [target.address] * 64, [MiB] * 64
+    )
+    started = time.monotonic()
+    assert engine.batch_unregister_memory(here) == -1
+    assert time.monotonic() - started < 0.5 + LATE
+    assert "still in use" in engine.last_error()
+    assert engine.register_memory(here[0], MiB) == -1, "not before it is unregistered"
+    target.resume()
+    assert engine.get_batch_transfer_status([held]) == 0
+    opened = engine._opened().engine
+    until(lambda: opened.stats().regions == 0)
+    if at_once:
+        assert engine.batch_unregister_memory(here) == 0
+    else:
+        assert [engine.unregister_memory(address) for address in here] == [0] * 8
+    assert engine.unregister_memory(here[0]) == -1
+    assert engine.batch_register_memory(here, [MiB] * 8) == 0
+
+
+def test_an_address_given_twice_is_unregistered_and_told(engine: TransferEngine) -> None:
+    memory = np.zeros(4096, np.uint8)
+    address = memory.ctypes.data
+    assert engine.register_memory(address, 4096) == 0
+    assert engine.batch_unregister_memory([address, address]) == -1
+    assert f"{address:#x}" in engine.last_error()
+    assert engine.register_memory(address, 4096) == 0
+    codes = together(8, lambda _: engine.unregister_memory(address))
+    assert sorted(codes) == [-1] * 7 + [0]
 
 
 def test_an_address_is_registered_once_and_other_ranges_may_overlap(
@@ -166,7 +219,7 @@ def test_a_managed_buffer_is_memory_that_peers_reach(
 
 
 def test_managed_buffers_do_not_overlap_and_are_used_again(engine: TransferEngine) -> None:
-    lengths = [1, 4096, 4097, 100_000, 2 * MiB] * 30
+    lengths = [1, 4096, 4097, 100_000, 2 * MiB] * 10
     addresses = together(8, lambda _: [engine.allocate_managed_buffer(size) for size in lengths])
     spans = sorted(
         (address, size) for some in addresses for address, size in zip(some, lengths, strict=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+from ...engine import Engine as AsyncEngine
 from ...errors import AioFlagcxError, RegistrationError
-from ...region import Region
+from ...region import Region, RegionState
 from ...sync import Engine
 from ...topology import ANYWHERE, Topology
 
 __all__ = ["Registrations"]
+
+_PATIENCE = 5.0
+"""Seconds that memory which is still in use is waited for."""
 
 
 class Registrations:
@@ -56,27 +61,37 @@ class Registrations:
                 self._regions.update((region.addr, region) for region in regions)
 
     def remove(self, address: int) -> None:
-        """When this returns, no peer can reach the memory.
-
-        Raises DeregisterTimeout when a transfer of ours or a stopped peer holds it: the memory must
-        not be freed, and another call waits again.
-        """
-        region = self._regions.get(address)
-        if region is None:
-            raise RegistrationError("no memory is registered at this address", address=address)
-        self._engine.deregister(region)
-        with self._lock:
-            if self._regions.get(address) is region:
-                del self._regions[address]
+        """:meth:`remove_all` for one."""
+        self.remove_all([address])
 
     def remove_all(self, addresses: list[int]) -> None:
-        """:meth:`remove` for each, also after one has failed; raises what the last failure was."""
+        """When this returns, no peer can reach the memory at any of these addresses.
+
+        What can be unregistered is, also when others cannot; raises what the last failure was. That
+        is DeregisterTimeout when transfers of ours or a stopped peer hold some of it for over 5 s:
+        it must not be freed, and another call waits again.
+        """
         failure: AioFlagcxError | None = None
+        regions: list[Region] = []
+        seen: set[int] = set()
         for address in addresses:
-            try:
-                self.remove(address)
-            except AioFlagcxError as error:
+            region = self._regions.get(address)
+            if region is None or address in seen:
+                failure = _unknown(address)
+            else:
+                regions.append(region)
+            seen.add(address)
+        loop, _ = self._engine._started()
+        for region, error in loop.run(lambda: _deregister(self._engine._engine, regions)):
+            # One that is gone was given up before, and what held it has ended since.
+            if error is not None and region._state is not RegionState.GONE:
                 failure = error
+                continue
+            with self._lock:
+                if self._regions.get(region.addr) is region:
+                    del self._regions[region.addr]
+                else:  # another thread was here first
+                    failure = _unknown(region.addr)
         if failure is not None:
             raise failure
 
@@ -89,3 +104,23 @@ class Registrations:
             if offset >= 0 and offset + length <= region.size:
                 return region.view()[offset : offset + length]
         return None
+
+
+async def _deregister(
+    engine: AsyncEngine, regions: list[Region]
+) -> list[tuple[Region, AioFlagcxError | None]]:
+    """All of them at once; each with what it has failed with."""
+
+    async def deregister(region: Region) -> AioFlagcxError | None:
+        try:
+            await engine.deregister(region, timeout=_PATIENCE)
+        except AioFlagcxError as error:
+            return error
+        return None
+
+    errors = await asyncio.gather(*map(deregister, regions))
+    return list(zip(regions, errors, strict=True))
+
+
+def _unknown(address: int) -> RegistrationError:
+    return RegistrationError("no memory is registered at this address", address=address)
