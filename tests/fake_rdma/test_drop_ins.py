@@ -13,8 +13,11 @@ from fake_rdma.conftest import Gpu
 from aioflagcx.integrations import flagcx
 from aioflagcx.integrations.flagcx import FLAGCXLibrary
 from aioflagcx.integrations.mooncake import TransferEngine
+from aioflagcx.topology import Place, Topology
 
 SIZE = 300_000
+
+NOWHERE = Place((), -1)
 
 Engines = Callable[..., TransferEngine]
 
@@ -66,6 +69,30 @@ def test_memory_of_a_gpu_is_refused_without_an_rdma_device(gpu: Gpu, engines: En
     engine = engines("tcp", "")
     assert engine.register_memory(gpu.alloc(4096), 4096) == -1
     assert "GPU" in engine.last_error()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "taken"),
+    [
+        ("fake", ["fake0", "fake1"]),
+        ("=fake1", ["fake1"]),
+        ("^fake1", ["fake0"]),
+        ("fake0:1", ["fake0"]),
+    ],
+)
+def test_flagcx_takes_the_devices_that_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, taken: list[str]
+) -> None:
+    monkeypatch.setenv("FLAGCX_IB_HCA", chosen)
+    there = Topology({}, {"fake0": NOWHERE, "fake1": NOWHERE}, {})
+    monkeypatch.setattr(Topology, "read", lambda: there)
+    library = FLAGCXLibrary()
+    engine = library.flagcxP2pEngineCreate()
+    try:
+        _, assembly = engine.sync._started()
+        assert list(assembly.runtime.native.devices) == taken
+    finally:
+        library.flagcxP2pEngineDestroy(engine)
 
 
 def test_a_descriptor_has_the_key_of_the_first_rail(gpu: Gpu) -> None:

@@ -13,6 +13,7 @@ import pytest
 from conformance.sync.threads_pair import together
 from integrations.processes import MiB, Target, free_port, until
 
+from aioflagcx import Config
 from aioflagcx.integrations import flagcx
 from aioflagcx.integrations.flagcx import (
     FLAGCXLibrary,
@@ -21,6 +22,7 @@ from aioflagcx.integrations.flagcx import (
     P2pEngine,
 )
 from aioflagcx.integrations.flagcx import engine as module
+from aioflagcx.integrations.flagcx.devices import devices
 
 Targets = Callable[..., Target]
 
@@ -168,6 +170,27 @@ def test_failures_are_runtime_errors_that_name_the_call_and_the_reason(
         library.flagcxP2pBatchWriteSync(conn, [here], [], [])
     assert np.array_equal(theirs.memory, before)
     library.flagcxP2pBatchWriteSync(conn, [], [], [])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("", "auto"),
+        ("mlx5", "mlx5*"),
+        ("mlx5_bond_1, mlx5_bond_2", "mlx5_bond_1*,mlx5_bond_2*"),
+        ("=mlx5_0,mlx5_1", "mlx5_0,mlx5_1"),
+        ("mlx5_0:1,mlx5_1:2", "mlx5_0,mlx5_1:2"),
+        ("^mlx5_1", "mlx5_[0],rxe[0]"),
+        ("^=mlx5_1", "mlx5_[0],mlx5_1[0],rxe[0]"),
+    ],
+)
+def test_devices_are_those_that_flagcx_is_told_to_take(chosen: str, expected: str) -> None:
+    def named(**environ: str) -> str:
+        there = ["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"]
+        return devices(Config.from_env(environ), environ, lambda: there)
+
+    assert named(FLAGCX_IB_HCA=chosen) == expected
+    assert named(FLAGCX_IB_HCA=chosen, AIOFLAGCX_DEVICES="soft:2") == "soft:2"
 
 
 class Hostile:

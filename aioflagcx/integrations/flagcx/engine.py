@@ -16,6 +16,7 @@ from ...hosts import primary_address
 from ...region import Region
 from ...sync import Engine, Session, Transfer
 from ..limits import call_timeout
+from .devices import devices
 
 __all__ = ["P2pConn", "P2pEngine", "engines"]
 
@@ -34,7 +35,7 @@ class P2pEngine:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._config = Config.from_env()
-        self._engine = Engine(_everywhere(), config=self._config)
+        self._engine = Engine(_everywhere(), devices=devices(self._config), config=self._config)
         self._engine.start()
         self._lock = threading.Lock()
         """Guards `_regions` and `_connections`; not held while anything is waited for."""
