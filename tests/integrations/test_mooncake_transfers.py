@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +185,26 @@ def test_a_submitted_write_is_asked_for_until_it_is_done_and_then_freed(
     assert np.array_equal(target.memory, here.memory)
     assert engine.transfer_check_status(number) == -1
     assert "freed" in engine.last_error()
+
+
+def test_batches_that_nobody_asks_for_keep_their_outcome_and_nothing_else(
+    here: Here, targets: Targets
+) -> None:
+    """A transfer holds the addresses of all its pieces."""
+    target = targets(SIZE)
+    engine, piece = here.engine, (here.address, target.address, SIZE)
+    good = engine.transfer_submit_write(target.session, *piece)
+    bad = engine.batch_transfer_async_read(target.session, [here.address], [1], [1])
+    held = [weakref.ref(batch._transfer) for batch in engine._opened().transfers._batches.values()]
+    until(lambda: all(transfer().done() for transfer in held))
+    last = engine.transfer_submit_write(target.session, *piece)
+    gc.collect()
+    assert [transfer() for transfer in held] == [None, None]
+    assert engine.transfer_check_status(good) == 1
+    assert engine.transfer_check_status(bad) == -1
+    assert "0x1+1" in engine.last_error()
+    assert engine.get_batch_transfer_status([last]) == 0
+    assert [engine.transfer_check_status(number) for number in (good, bad, last)] == [-1] * 3
 
 
 def test_a_status_covers_all_pieces_of_its_batch(here: Here, targets: Targets) -> None:
