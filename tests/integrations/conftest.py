@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 from integrations.processes import Target, running
 
 from aioflagcx.integrations.mooncake import TransferEngine
+from aioflagcx.integrations.submitted import Submitted
+from aioflagcx.sync import Transfer
 
 
 @pytest.fixture(params=["local", "tcp"])
@@ -16,6 +19,20 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """How data moves between processes of this host; for this one and those it starts."""
     monkeypatch.setenv("AIOFLAGCX_SOFT_PATHS", f"process,{request.param}")
     return str(request.param)
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Transfer]]:
+    """All transfers that are submitted, which this does not hold."""
+    transfers: list[weakref.ref[Transfer]] = []
+
+    def recorded(keeper: Submitted, transfer: Transfer) -> int:
+        transfers.append(weakref.ref(transfer))
+        return add(keeper, transfer)
+
+    add = Submitted.add
+    monkeypatch.setattr(Submitted, "add", recorded)
+    return transfers
 
 
 @pytest.fixture

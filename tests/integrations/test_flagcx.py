@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from aioflagcx.integrations.flagcx import (
 )
 from aioflagcx.integrations.flagcx import engine as module
 from aioflagcx.integrations.flagcx.devices import devices
+from aioflagcx.sync import Transfer
 
 Targets = Callable[..., Target]
 
@@ -453,6 +456,19 @@ def test_a_transfer_that_fails_is_told_once(pair: Pair) -> None:
     for number in (transfer, 0, 99):
         with pytest.raises(RuntimeError, match=f"transfer {number}"):
             flagcx.flagcxP2pEngineXferStatus(conn, number)
+
+
+def test_transfers_that_nobody_asks_for_keep_their_outcome_and_nothing_else(
+    submitted: list[weakref.ref[Transfer]], pair: Pair
+) -> None:
+    arguments = vectors(pair, [0, SIZE])
+    first = flagcx.flagcxP2pEngineWriteVector(pair.conn, *arguments)
+    until(lambda: all((transfer := held()) is None or transfer.done() for held in submitted))
+    last = flagcx.flagcxP2pEngineReadVector(pair.conn, *arguments)
+    gc.collect()
+    assert submitted[0]() is None
+    assert flagcx.flagcxP2pEngineXferStatus(pair.conn, first)
+    until(lambda: flagcx.flagcxP2pEngineXferStatus(pair.conn, last))
 
 
 def test_messages_reach_the_peers_process(pair: Pair) -> None:

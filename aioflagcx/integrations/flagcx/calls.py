@@ -119,7 +119,7 @@ def flagcxP2pEngineXferStatus(conn: P2pConn, transfer_id: int) -> bool:
 
     Raises RuntimeError when it has failed, where C says no more than that it has ended.
     """
-    done: bool = checked(P2pConn, conn).engine.done(transfer_id)
+    done: bool = checked(P2pConn, conn).engine.submitted.done(transfer_id)
     return done
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from ...config import Config
 from ...hosts import primary_address
 from ...region import Region
-from ...sync import Engine, Session, Transfer
+from ...sync import Engine, Session
 from ..limits import call_timeout
+from ..submitted import Submitted
 from .devices import devices
 
 __all__ = ["P2pConn", "P2pEngine", "engines"]
@@ -41,8 +42,7 @@ class P2pEngine:
         """Guards `_regions` and `_connections`; not held while anything is waited for."""
         self._regions: dict[int, Region] = {}
         self._connections: dict[str, P2pConn] = {}
-        self._transfers: dict[int, Transfer] = {}  # each use is one operation of the dict
-        self._transfer_ids = itertools.count(1)
+        self.submitted = Submitted("transfer")
         _engines[next(_numbers)] = self
 
     @property
@@ -122,24 +122,11 @@ class P2pEngine:
         remote: Sequence[int],
         sizes: Sequence[int],
     ) -> int:
-        """Begin a transfer; its id for :meth:`done`."""
+        """Begin a transfer; its id for :attr:`submitted`."""
         submit = self._engine.submit_read if reading else self._engine.submit_write
         timeout = call_timeout(self._config, sizes)
         transfer = submit(connection.session, local, remote, sizes, timeout=timeout)
-        number = next(self._transfer_ids)
-        self._transfers[number] = transfer
-        return number
-
-    def done(self, number: int) -> bool:
-        """Whether it is; the id is then free. Raises what it failed with."""
-        number = operator.index(number)
-        transfer = self._transfers.get(number)
-        if transfer is not None and not transfer.done():
-            return False
-        if transfer is None or self._transfers.pop(number, None) is None:
-            raise LookupError(f"transfer {number} is unknown, or its end has been told")
-        transfer.result()
-        return True
+        return self.submitted.add(transfer)
 
 
 def _everywhere() -> str:

@@ -349,7 +349,7 @@ class TransferEngine(Answering):
         An id that is unknown or freed answers -1.
         """
         try:
-            return int(self._opened().transfers.done(batch_id))
+            return int(self._opened().transfers.submitted.done(batch_id))
         except TimeoutError as error:
             self._failed("transfer_check_status", error)
             return -2
@@ -357,7 +357,7 @@ class TransferEngine(Answering):
     @answers(-1)
     def get_batch_transfer_status(self, batch_ids: Iterable[int]) -> int:
         """Wait until all of them have ended, and free them; 0 if all are done, else -1."""
-        self._opened().transfers.wait(batch_ids)
+        self._opened().transfers.submitted.wait(batch_ids)
         return 0
 
     # Peers -----------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...config import Config
-from ...sync import Engine, Transfer
+from ...sync import Engine
 from ..limits import SETTLE, call_timeout
+from ..submitted import Submitted
 from .types import TransferNotify, TransferOpcode
 
 __all__ = ["Pieces", "Transfers"]
@@ -38,48 +37,13 @@ class Pieces(NamedTuple):
         return cls(local, remote, lengths)
 
 
-class _Batch:
-    """What has been submitted and not been asked for. All methods can be called on any thread."""
-
-    __slots__ = ("_failure", "_transfer")
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer: Transfer | None = transfer
-        self._failure: Exception | None = None
-
-    def done(self) -> bool:
-        transfer = self._transfer
-        return transfer is None or transfer.done()
-
-    def failure(self) -> Exception | None:
-        """What it ended with; waits for that."""
-        transfer = self._transfer
-        return self._failure if transfer is None else transfer.exception()
-
-    def settle(self) -> bool:
-        """Keep no more than the outcome, if there is one: whether there is.
-
-        A transfer holds the addresses of all its pieces, and there are callers that never ask.
-        """
-        if not self.done():
-            return False
-        self._failure = self.failure()  # before the transfer goes, for who reads both
-        self._transfer = None
-        return True
-
-
 class Transfers:
-    """All of one engine. All methods can be called on any thread.
-
-    ``_batches`` and ``_unsettled`` have no lock: each of their uses is one operation.
-    """
+    """All of one engine. All methods can be called on any thread."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self._engine = engine
         self._config = config
-        self._numbers = itertools.count(1)
-        self._batches: dict[int, _Batch] = {}
-        self._unsettled: deque[_Batch] = deque()
+        self.submitted = Submitted("batch")
 
     def run(
         self, opcode: object, target: str, pieces: Pieces, notify: TransferNotify | None = None
@@ -103,57 +67,7 @@ class Transfers:
             self._engine.submit_write if way is TransferOpcode.Write else self._engine.submit_read
         )
         transfer = submit(target, *pieces, timeout=call_timeout(self._config, pieces.lengths))
-        number, batch = next(self._numbers), _Batch(transfer)
-        self._batches[number] = batch
-        self._unsettled.append(batch)
-        self._settle()
-        return number
-
-    def _settle(self) -> None:
-        """What has ended, up to the first that has not."""
-        while True:
-            try:
-                batch = self._unsettled.popleft()
-            except IndexError:
-                return
-            if not batch.settle():
-                self._unsettled.appendleft(batch)
-                return
-
-    def done(self, batch: int) -> bool:
-        """Whether it is; then it is freed. Raises what it failed with, LookupError for no batch."""
-        number = operator.index(batch)
-        found = self._batches.get(number)
-        if found is not None and not found.done():
-            return False
-        if found is None or self._batches.pop(number, None) is None:
-            raise LookupError(f"batch {number} is unknown, or freed")
-        failure = found.failure()
-        if failure is not None:
-            raise failure
-        return True
-
-    def wait(self, batches: Iterable[int]) -> None:
-        """Until all have ended, and free them; raises as :meth:`done` does for the last failure.
-
-        What is no id is such a failure, too.
-        """
-        failure: Exception | None = None
-        found: dict[int, _Batch] = {}
-        for batch in list(batches):
-            try:
-                number = operator.index(batch)
-                found[number] = found.get(number) or self._batches[number]
-            except KeyError:
-                failure = LookupError(f"batch {number} is unknown, or freed")
-            except Exception as error:
-                failure = error
-        for waited in found.values():
-            failure = waited.failure() or failure
-        for number in found:
-            self._batches.pop(number, None)
-        if failure is not None:
-            raise failure
+        return self.submitted.add(transfer)
 
 
 def _opcode(opcode: object) -> TransferOpcode:
