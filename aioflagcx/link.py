@@ -34,6 +34,10 @@ _GOODBYE_GRACE = 0.05
 """Seconds after the end of the keepalive in which the peer's goodbye may still arrive."""
 
 
+_FAREWELL = 1.0
+"""Seconds after a refusal for the session's end in which the goodbye arrives, unless it is lost."""
+
+
 class Link:
     """A connected session; made by :meth:`open`.
 
@@ -131,6 +135,17 @@ class Link:
         """Whether it moves by copies that this process makes."""
         return self.rails.copies
 
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest notification that the peer takes."""
+        return self._max_payload
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the peer has ended it on purpose, as a fence does."""
+        ending = self._connection.ending
+        return ending is not None and ending.kind == "goodbye"
+
     def next_imm(self) -> int:
         """A fresh immediate: nonzero, 32 bits, not used before for a very long time."""
         self._last_imm = self._last_imm % 0xFFFF_FFFF + 1
@@ -149,8 +164,9 @@ class Link:
     async def notify(self, outgoing: Outgoing, timeout: float | None = None) -> None:
         """Have the peer deliver a notification, once the data before it has landed.
 
-        Raises :class:`~aioflagcx.errors.NotifyRefused`, or another
-        :class:`~aioflagcx.errors.TransferError` with ``notify_delivered`` None.
+        Raises :class:`~aioflagcx.errors.NotifyRefused`, :class:`~aioflagcx.errors.PeerLost` when
+        the session had ended before, or another :class:`~aioflagcx.errors.TransferError` with
+        ``notify_delivered`` None.
         """
         if self._loss is not None:
             raise self.loss(True)
@@ -165,7 +181,14 @@ class Link:
             reply = await self._connection.request(message, timeout)
         except TransferError as error:
             error.notify_delivered = None
+            if self._connection.ending is not None:  # who asks again must find no session here
+                self._lose(str(self._connection.ending))
             raise
+        except HandshakeRejected:
+            # It has ended over there, and the goodbye that is on its way says more.
+            await asyncio.wait((self._connection.closed,), timeout=_FAREWELL)
+            self._lose("the peer has ended it")
+            raise self.loss(True) from None
         except ConnectError as error:
             raise TransferError(
                 f"{self.id} did not say whether the notification was delivered",

@@ -137,7 +137,7 @@ class Guest:
 
     async def _notify(self, message: Notify, responder: _native.Responder) -> NotifyReply:
         if self._gone:
-            return NotifyReply(accepted=False, reason="the session has ended")
+            raise HandshakeRejected("the session has ended")
         if len(message.payload) > self._runtime.config.notification_max_payload:
             return NotifyReply(accepted=False, reason="the payload is too large")
         if message.imm in self._immediates:
@@ -146,7 +146,7 @@ class Guest:
             arrived = self._immediates[message.imm] = self._runtime.loop.create_future()
             try:
                 if not await arrived:
-                    return NotifyReply(accepted=False, reason="the session has ended")
+                    raise HandshakeRejected("the session has ended")
             finally:
                 del self._immediates[message.imm]
                 responder.forget(message.imm)

@@ -108,6 +108,11 @@ class ControlConnection(asyncio.Protocol):
         return self._reason is not None
 
     @property
+    def ending(self) -> CloseReason | None:
+        """Why, as soon as that is known; the end is :attr:`closed`."""
+        return self._reason
+
+    @property
     def is_fenced(self) -> bool:
         """The peer has said goodbye, and that none of our queue pairs can touch its memory."""
         return self._reason is not None and self._reason.fenced

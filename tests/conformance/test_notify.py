@@ -158,6 +158,28 @@ async def test_a_session_that_dies_after_the_data_leaves_it_unknown(pair: Pair) 
     assert (pair.dst[:4096] == pair.src[:4096]).all()
 
 
+async def test_a_session_that_the_peer_has_ended_takes_none_and_says_so(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wants to can say it again, on another one."""
+    monkeypatch.setattr("aioflagcx.link._FAREWELL", 0.01)  # the goodbye is lost
+    assembly: Any = pair.theirs._open
+    for notifying in (
+        lambda: pair.session.notify("late", b""),
+        lambda: pair.write(notify=("late", b"")),
+    ):
+        for guest in assembly.serving._guests.values():
+            guest._gone = True
+        with pytest.raises(PeerLost) as caught:
+            await notifying()
+        assert caught.value.notify_delivered is False
+        assert caught.value.remote_quiet
+        assert not pair.session.alive
+        pair.session = await pair.ours.connect(pair.theirs.session_id)
+    await pair.session.notify("again", b"")
+    assert [note.name for note in await take(pair, 1)] == ["again"]
+
+
 async def test_stopped_between_data_and_answer_it_is_unknown(pair: Pair) -> None:
     gate = hold_notifies(pair)
     with pytest.raises(TransferTimeout) as timed_out:
