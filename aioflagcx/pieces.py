@@ -6,6 +6,7 @@ module checks types and that the three arguments fit together.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any, NoReturn
 
@@ -90,10 +91,11 @@ def _array(argument: Any, what: str) -> tuple[Integers, bool]:
     elif isinstance(argument, bool | str | bytes | bytearray):
         raise TypeError(f"{what}: expected integers, not {type(argument).__name__}")
     else:
-        try:
-            argument, single = operator.index(argument), True
-        except TypeError:
-            single = False
+        single = False
+        # A tensor of one element may pass for an integer, however many dimensions it has.
+        if not getattr(argument, "ndim", 0):
+            with contextlib.suppress(TypeError):
+                argument, single = operator.index(argument), True
         array = _from_items(argument, what)
     if array.ndim != (0 if single else 1):
         raise ValueError(f"{what}: expected one dimension, not shape {array.shape}")
