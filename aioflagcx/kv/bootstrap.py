@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import signal
 import sys
 import time
@@ -70,6 +71,7 @@ class Directory:
         self._rooms: dict[str, _Room] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._swept = clock()
+        self._closed = False
 
     def __len__(self) -> int:
         self._sweep(0.0)
@@ -119,7 +121,9 @@ class Directory:
         return ([] if missing else [valid[rank] for rank in range(entry.ranks)]), missing
 
     async def wait(self, room: str, seconds: float) -> tuple[list[str], list[int]]:
-        """:meth:`find`, waiting at most so long for all ranks."""
+        """:meth:`find`, waiting at most so long for all ranks. ValueError for no number."""
+        if math.isnan(seconds):
+            raise ValueError("wait must be a number of seconds")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         waiting = self._waiting.setdefault(room, set())
@@ -127,15 +131,24 @@ class Directory:
             while True:
                 found = self.find(room)
                 left = deadline - loop.time()
-                if not found[1] or left <= 0:
+                if not found[1] or left <= 0 or self._closed:
                     return found
                 waiter = loop.create_future()
                 waiting.add(waiter)
-                await asyncio.wait((waiter,), timeout=left)
-                waiting.discard(waiter)
+                try:
+                    await asyncio.wait((waiter,), timeout=left)
+                finally:
+                    waiting.discard(waiter)
         finally:
             if not waiting and self._waiting.get(room) is waiting:
                 del self._waiting[room]
+
+    def close(self) -> None:
+        """Who waits gets the answer of this moment, and who comes later, too."""
+        self._closed = True
+        for waiter in (one for waiting in self._waiting.values() for one in waiting):
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _sweep(self, interval: float) -> None:
         """Forget what has expired, unless that was done a moment ago."""
@@ -173,8 +186,8 @@ def app(directory: Directory | None = None) -> web.Application:
             return problem(503, str(error))
         except KeyError as error:
             return problem(400, f"{error} is missing")
-        except (ValueError, TypeError, AttributeError) as error:
-            return problem(400, str(error))
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            return problem(400, f"{type(error).__name__}: {error}")
         return web.Response(status=204)
 
     async def delete(request: web.Request) -> web.Response:
@@ -183,12 +196,12 @@ def app(directory: Directory | None = None) -> web.Application:
         return web.Response(status=204)
 
     async def get(request: web.Request) -> web.Response:
+        room = request.match_info["room"]
         try:
             seconds = float(request.query.get("wait", "0"))
+            sessions, missing = await known.wait(room, min(seconds, LONGEST_WAIT))
         except ValueError:
             return problem(400, "wait must be a number of seconds")
-        room = request.match_info["room"]
-        sessions, missing = await known.wait(room, min(seconds, LONGEST_WAIT))
         if missing:
             return web.json_response({"missing": missing}, status=404)
         return web.json_response({"sessions": sessions})
@@ -199,7 +212,11 @@ def app(directory: Directory | None = None) -> web.Application:
     def problem(status: int, words: str) -> web.Response:
         return web.json_response({"error": words}, status=status)
 
+    async def shut_down(_: web.Application) -> None:
+        known.close()
+
     application = web.Application(client_max_size=4096)
+    application.on_shutdown.append(shut_down)
     application.add_routes(
         [
             web.put(r"/rooms/{room}/{rank:\d{1,9}}", put),

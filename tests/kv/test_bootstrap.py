@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from aiohttp import web
 from kv.servers import Server
 from promises.measures import until
 
+from aioflagcx import Engine
 from aioflagcx.cli import main
 from aioflagcx.errors import HandoverError
 from aioflagcx.kv import bootstrap
@@ -118,6 +120,23 @@ async def test_who_waits_is_told_as_soon_as_the_last_rank_comes(directory: Direc
     assert not directory._waiting
 
 
+async def test_who_stops_waiting_is_forgotten(directory: Directory) -> None:
+    waiting = asyncio.create_task(directory.wait("r", 20.0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not directory._waiting
+
+
+async def test_a_directory_that_closes_answers_at_once(directory: Directory) -> None:
+    waiting = asyncio.create_task(directory.wait("r", 3600.0))
+    await asyncio.sleep(0)
+    directory.close()
+    assert await waiting == ([], [0])
+    assert await directory.wait("r", 3600.0) == ([], [0])
+
+
 @pytest_asyncio.fixture
 async def address(directory: Directory) -> AsyncIterator[str]:
     """Of a directory that is served."""
@@ -166,7 +185,36 @@ async def test_bad_requests_are_told_so(address: str, body: Any) -> None:
     assert status == 400
     assert answer["error"]
     assert await ask("GET", f"http://{address}/health") == (200, {"rooms": 0})
-    assert (await ask("GET", f"http://{address}/rooms/r?wait=x"))[0] == 400
+
+
+@pytest.mark.parametrize("seconds", ["x", "nan", "NaN", ""])
+async def test_waiting_for_no_time_is_refused_and_harms_no_other(
+    address: str, directory: Directory, seconds: str
+) -> None:
+    url = f"http://{address}/rooms/r"
+    waiting = asyncio.create_task(ask("GET", f"{url}?wait=20"))
+    await until(lambda: bool(directory._waiting))
+    status, answer = await ask("GET", f"{url}?wait={seconds}")
+    assert (status, answer) == (400, {"error": "wait must be a number of seconds"})
+    assert await ask("GET", f"{url}?wait=0.01") == (404, {"missing": [0]})  # timers go on
+    directory.register("r", 0, 1, "h:1", 5.0)
+    assert await waiting == (200, {"sessions": ["h:1"]})
+
+
+@pytest.mark.parametrize(
+    ("data", "content_type", "status"),
+    [(b"[" * 4000, "application/json", 400), (b"\xff", "application/json", 400),
+     (b"{}", "application/json; charset=none", 400), (b"x" * 5000, "application/json", 413)],
+)  # fmt: skip
+async def test_garbage_is_the_sender_s_fault(
+    address: str, data: bytes, content_type: str, status: int
+) -> None:
+    url, headers = f"http://{address}/rooms/r/0", {"Content-Type": content_type}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.put(url, data=data, headers=headers) as response,
+    ):
+        assert response.status == status
 
 
 async def test_managers_find_each_other_by_the_directory(
@@ -176,7 +224,8 @@ async def test_managers_find_each_other_by_the_directory(
         Server.open("prefill", directory=address) as prefill,
         Server.open("decode", directory=f"http://{address}/") as decode,
     ):
-        for room, sender_first in (("a/ b?", True), ("7", False)):
+        rooms = ("a/ b?", True), ("7", False), (".", True), ("..", False), ("%2e", True)
+        for room, sender_first in rooms:
             receiver = decode.manager.receiver(room)
             starting = None
             if not sender_first:
@@ -214,6 +263,95 @@ async def test_a_directory_that_comes_late_is_waited_for(directory: Directory) -
             assert (decode.cache[:, 1] == prefill.cache[:, 3]).all()
 
 
+async def test_a_prefill_that_has_died_is_not_asked_for_ever(
+    address: str, directory: Directory
+) -> None:
+    """Its registration is there until it expires, and another one may come before that."""
+    async with Engine() as engine:
+        dead = engine.session_id
+    directory.register("r", 0, 1, dead, 30.0)
+    async with (
+        Server.open("decode", directory=address) as decode,
+        Server.open("prefill", directory=address) as prefill,
+    ):
+        receiver = decode.manager.receiver("r")
+        starting = asyncio.create_task(receiver.start([1]))
+        await until(lambda: dead in receiver._trouble)
+        await prefill.manager.sender("r").send([3])
+        await starting
+        await receiver.done()
+
+
+def leave_late(prefill: Server, monkeypatch: pytest.MonkeyPatch, other: asyncio.Event) -> None:
+    """What it takes back at the directory arrives after `other`, if that comes at all."""
+    client: Any = prefill.manager._directory
+    ask = client._ask
+
+    async def late(method: str, *rest: Any) -> Any:
+        if method == "DELETE":
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(other.wait(), 0.2)
+        answer = await ask(method, *rest)
+        if method == "PUT":
+            other.set()
+        return answer
+
+    monkeypatch.setattr(client, "_ask", late)
+
+
+async def test_a_room_that_is_used_again_at_once_stays_announced(
+    address: str, directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its first sender takes back is not what the second one says."""
+    async with Server.open("prefill", directory=address) as prefill:
+        first = prefill.manager.sender("r")
+        await until(lambda: len(directory) == 1)
+        again = asyncio.Event()
+        leave_late(prefill, monkeypatch, again)
+        await first.abort()
+        prefill.manager.sender("r")
+        await again.wait()
+        await until(lambda: len(prefill.manager._announcements) == 1)
+        assert directory.find("r") == ([prefill.manager.session_id], [])
+
+
+async def test_closing_takes_announcements_back(
+    address: str, directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Server.open("prefill", directory=address) as prefill:
+        for room in range(5):
+            prefill.manager.sender(room)
+        await until(lambda: len(directory) == 5)
+        leave_late(prefill, monkeypatch, asyncio.Event())
+    assert len(directory) == 0
+
+
+async def test_what_is_no_directory_is_asked_again_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[str] = []
+    answers: list[Any] = [{}, {"sessions": 7}, {"sessions": ["no address"]}, [], {"sessions": [1]}]
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if len(asked) > len(answers):
+            return web.json_response("what?", status=404)
+        return web.json_response(answers[len(asked) - 1])
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    async with Server.open("decode", directory=address, bootstrap_timeout=2.0) as decode:
+        with pytest.raises(HandoverError, match="prefill did not answer"):
+            await decode.manager.receiver("r").start([0])
+    await runner.cleanup()
+    assert len(answers) < len(asked) < 20
+    assert "is not what a directory says" in caplog.text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_stopped(number: signal.Signals) -> None:
     command = [sys.executable, "-c", "from aioflagcx.cli import main; raise SystemExit(main())"]
@@ -231,8 +369,12 @@ def test_the_command_serves_until_it_is_stopped(number: signal.Signals) -> None:
         )  # fmt: skip
         assert busy.returncode == 1
         assert busy.stderr.startswith("aioflagcx bootstrap: ")
-        process.send_signal(number)
-        assert process.wait(20) == 0
+        question = (f"GET /rooms/r?wait=60 HTTP/1.1\r\nHost: {address}\r\n\r\n").encode()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as asking:  # who asks does not keep it
+            asking.sendall(question)
+            process.send_signal(number)
+            assert process.wait(20) == 0
         assert process.stderr.read() == b""
 
 
