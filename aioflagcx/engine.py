@@ -112,6 +112,11 @@ class Engine:
             self._open = None
             await outlast(assembly.runtime.loop.create_task(assembly.close()))
 
+    async def _at_rest(self) -> None:
+        """Until a start or a close that is under way is over."""
+        async with self._changing:
+            pass
+
     async def __aenter__(self) -> Engine:
         await self.start()
         return self

@@ -45,7 +45,8 @@ class Handover:
     async def abort(self, reason: str = "aborted") -> None:
         """Give the room up, and have the other side do so, with this reason.
 
-        Returns when this side's blocks may be reused. Does nothing after Success.
+        Returns when this side's blocks may be reused. Does nothing after Success. When it is
+        cancelled the room goes on giving up: await this again to know when that is over.
         """
         if self._fail(reason) or self._state is KVPoll.Failed:
             await settled(self._settling)

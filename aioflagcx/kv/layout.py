@@ -16,6 +16,9 @@ from ..blocks import BlockLayout, BlockSpan
 
 __all__ = ["CacheGroup", "CacheLayout", "block_layout", "held", "senders", "share", "targets"]
 
+MAX_FORMAT = 256
+"""Characters of :attr:`CacheGroup.format`."""
+
 
 @dataclasses.dataclass(frozen=True, init=False)
 class CacheGroup:
@@ -46,6 +49,10 @@ class CacheGroup:
     repeats: int = 1
     """How often the rank's heads come round in a block."""
 
+    format: str = ""
+    """What the numbers do not show and must be the same on both sides, such as "bfloat16, 16
+    tokens": anything, at most 256 characters."""
+
     def __init__(
         self,
         layers: Sequence[int | Sequence[int]],
@@ -54,6 +61,7 @@ class CacheGroup:
         stride: int = 0,
         heads: int = 1,
         repeats: int = 1,
+        format: str = "",
     ) -> None:
         """Raises ValueError, naming the field, for what cannot be."""
         pools = tuple(
@@ -63,6 +71,9 @@ class CacheGroup:
             for layer in layers
         )
         object.__setattr__(self, "layers", pools)
+        if not isinstance(format, str) or len(format) > MAX_FORMAT:
+            raise ValueError(f"format = {format!r:.300} is no text of at most {MAX_FORMAT} letters")
+        object.__setattr__(self, "format", format)
         counts = {"blocks": blocks, "block_bytes": block_bytes, "heads": heads, "repeats": repeats}
         for name, count in counts.items():
             value = operator.index(count)
@@ -190,13 +201,14 @@ def check_fit(src: CacheLayout, dst: CacheLayout) -> None:
             "pools a layer": (len(ours.layers[0]), len(theirs.layers[0])),
             "heads": (ours.heads, theirs.heads),
             "repeats": (ours.repeats, theirs.repeats),
+            "format": (ours.format, theirs.format),
             "bytes of a head": (_head_bytes(ours, src), _head_bytes(theirs, dst)),
         }
         for what, (one, other) in pairs.items():
             if one != other:
                 raise ValueError(
-                    f"groups[{index}]: {what}: {one} on prefill, {other} on decode; blocks must "
-                    "hold the same tokens in the same order on both sides"
+                    f"groups[{index}]: {what}: {one!r} on prefill, {other!r} on decode; blocks "
+                    "must hold the same tokens in the same order on both sides"
                 )
         _check_heads(ours.heads, src.ranks)
         _check_heads(theirs.heads, dst.ranks)

@@ -15,19 +15,20 @@ import numpy as np
 from ..blocks import BlockLayout
 from ..config import Config
 from ..engine import Engine
-from ..errors import AioFlagcxError, EngineClosed
+from ..errors import AioFlagcxError, DeregisterTimeout, EngineClosed
 from ..handshake import format_address, parse_address
-from ..notifications import Notification
+from ..notifications import Notification, NotificationQueue
 from ..pieces import one_dimensional
 from ..region import Region
-from ..waiting import DEFAULT, Timeout, seconds
+from ..waiting import DEFAULT, Timeout, outlast, seconds
 from .directory import DirectoryClient
 from .handover import Handover, settled
 from .layout import CacheGroup, CacheLayout, block_layout
-from .messages import MAX_ROOM, Abort, Blocks, Failed, Hello, Message, Start, decode
+from .lobby import Lobby
+from .messages import MAX_ROOM, Abort, Blocks, Done, Failed, Hello, Message, Start, decode
 from .receiver import KVReceiver
 from .sender import KVSender
-from .wire import NAME, Wire, Wires
+from .wire import NAME, NO_MESSAGE, Wire, Wires
 
 __all__ = ["KVManager", "Role", "Room"]
 
@@ -38,21 +39,11 @@ Role = Literal["prefill", "decode"]
 Room = str | int
 """What joins the two halves of a request: 7 and "7" are the same room."""
 
-_MAX_OFFERS = 65_536
-"""Rooms for which a decode has come before its sender; one more is refused, and tries again."""
-
 _MAX_REMEMBERED = 65_536
-"""Ends of rooms that are remembered for a decode that comes late."""
+"""Receivers that are over and remembered."""
 
-
-class _Offers:
-    """What decode ranks have said about a room that has no sender yet."""
-
-    def __init__(self) -> None:
-        self.starts: dict[int, tuple[Start, Wire]] = {}
-        self.aborted: tuple[int, str] | None = None
-        """By which decode rank, and why."""
-        self.expiry: asyncio.TimerHandle | None = None
+_MAX_ANSWERS = 4096
+"""Answers on their way to decodes that may not be there; with more, they get none."""
 
 
 class KVManager:
@@ -103,6 +94,7 @@ class KVManager:
         """Seconds, or None."""
         self.waiting_timeout = seconds(waiting_timeout, None)
         """Seconds, or None."""
+        seconds(transfer_timeout, None)
         self.transfer_timeout = transfer_timeout
         """Seconds, or None, or DEFAULT."""
         self.fence_timeout = seconds(fence_timeout, None)
@@ -117,12 +109,16 @@ class KVManager:
         self._regions: list[Region] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._wires = Wires(self.engine, self._spawn)
+        self._queue: NotificationQueue | None = None  # whose route is ours
+        self._changing = asyncio.Lock()  # starting and closing take turns
         self._open = False
         self._receivers: dict[bytes, KVReceiver] = {}
         self._rooms: dict[str, Handover] = {}
-        self._offers: dict[str, _Offers] = {}
-        # By room, why its sender has failed: for decode ranks that have not come by then.
-        self._failed: collections.OrderedDict[str, tuple[str, set[int]]] = collections.OrderedDict()
+        self._lobby = Lobby(self.bootstrap_timeout)
+        self._announcements: set[asyncio.Task[Any]] = set()
+        self._answers: set[asyncio.Task[Any]] = set()
+        # Receivers that have everything, for a prefill that does not know whether they know.
+        self._handed_over: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         # Receivers to whose blocks something may still be on its way.
         self._unquiet: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._layouts: dict[tuple[CacheLayout, int, range], BlockLayout | None] = {}
@@ -135,8 +131,11 @@ class KVManager:
         Raises :class:`~aioflagcx.errors.RegistrationError`, and what starting an engine raises.
         ValueError when the engine has a manager already.
         """
-        if self._open:
-            return
+        async with self._changing:
+            if not self._open:
+                await self._start()
+
+    async def _start(self) -> None:
         async with contextlib.AsyncExitStack() as undo:
             if self._own_engine:
                 await self.engine.start()
@@ -150,7 +149,9 @@ class KVManager:
                 ]
                 self._regions = await self.engine.register_many(pools)
                 undo.push_async_callback(self._deregister)
-            self.engine._queue.route(NAME, self._heard)
+            self._queue = self.engine._queue
+            self._queue.route(NAME, self._heard)
+            undo.callback(self._queue.unroute, NAME)
             if self._directory is not None:
                 self._directory.open()
             undo.pop_all()
@@ -160,35 +161,57 @@ class KVManager:
         """Abort all rooms, and return when nothing of them is left. Idempotent.
 
         A given engine stays open; its pools are deregistered as often as they were registered here.
+        When the caller is cancelled meanwhile, the cancellation is raised after the end: a prefill
+        that is stopped in the middle of a copy is waited for, as long as it lives. Raises
+        :class:`~aioflagcx.errors.DeregisterTimeout` as :meth:`Engine.deregister` does, after all
+        else has been done.
         """
-        if not self._open:
-            return
-        self._open = False
+        await outlast(asyncio.get_running_loop().create_task(self._close()))
+
+    async def _close(self) -> None:
+        async with self._changing:
+            if not self._open:
+                return
+            self._open = False
+            async with contextlib.AsyncExitStack() as rest:
+                # In reverse, and each whatever becomes of the others.
+                if self._own_engine:
+                    rest.push_async_callback(self.engine.close)
+                rest.push_async_callback(self._deregister)
+                if self._directory is not None:
+                    rest.push_async_callback(self._directory.close)
+                await self._end_rooms()
+
+    async def _end_rooms(self) -> None:
         halves = [*self._receivers.values(), *self._rooms.values()]
         for half in halves:
             half._fail("the server is closing")
         for half in halves:
             await settled(half._settling)
-        self.engine._queue.unroute(NAME)
-        for offers in self._offers.values():
-            if offers.expiry is not None:
-                offers.expiry.cancel()
-        self._offers.clear()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
+        for start, wire in self._lobby.close():
+            self._refuse(start, wire, "the server is closing")
+        if self._answers:
+            await asyncio.wait(self._answers, timeout=self.fence_timeout)
+        assert self._queue is not None
+        self._queue.unroute(NAME)
+        await asyncio.gather(*self._announcements, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
             await asyncio.wait(self._tasks)
-        if self._directory is not None:
-            await self._directory.close()
-        with contextlib.suppress(EngineClosed):
-            await self._deregister()
-        if self._own_engine:
-            await self.engine.close()
 
     async def _deregister(self) -> None:
         regions, self._regions = self._regions, []
+        failure: DeregisterTimeout | None = None
         for region in regions:
-            await self.engine.deregister(region)
+            try:
+                await self.engine.deregister(region)
+            except DeregisterTimeout as error:
+                failure = error
+            except EngineClosed:
+                return
+        if failure is not None:
+            raise failure
 
     async def __aenter__(self) -> KVManager:
         await self.start()
@@ -218,7 +241,8 @@ class KVManager:
 
         ``prefill``: the session id of prefill's engine; of all its ranks, in order, when there are
         several. None: as the directory says, when somebody has announced the room there.
-        ValueError when that is no address, or this room has a receiver that has not ended.
+        Its time begins with :meth:`KVReceiver.start`; one that is not to be started is to be
+        aborted. ValueError when that is no address, or this room has a receiver that has not ended.
         """
         name = self._room(room, "decode")
         addresses = (prefill,) if isinstance(prefill, str) else tuple(prefill or ())
@@ -240,22 +264,19 @@ class KVManager:
         name = self._room(room, "prefill")
         sender = KVSender(self, name)
         self._rooms[name] = sender
-        self._failed.pop(name, None)
         if self._directory is not None:
             layout = self.layout
             sender._announcing = self._spawn(
                 self._directory.announce(
                     name, layout.rank, layout.ranks, self.session_id, _ANNOUNCED
-                )
+                ),
+                self._announcements,
             )
-        offers = self._offers.pop(name, None)
-        if offers is not None:
-            if offers.expiry is not None:
-                offers.expiry.cancel()
-            for start, wire in offers.starts.values():
-                sender.offered(start, wire)
-            if offers.aborted is not None:
-                sender.aborted(*offers.aborted)
+        offers = self._lobby.open(name)
+        for start, wire in offers.starts.values():
+            sender.offered(start, wire)
+        if offers.aborted is not None:
+            sender.aborted(*offers.aborted)
         return sender
 
     def _room(self, room: Room, role: Role) -> str:
@@ -266,18 +287,22 @@ class KVManager:
         if not self._open:
             raise EngineClosed("the KVManager is not started, or closed")
         name = str(room)
-        if len(name.encode()) > MAX_ROOM:
-            raise ValueError(f"a room's name has at most {MAX_ROOM} bytes in UTF-8")
+        if not 0 < len(name.encode()) <= MAX_ROOM:
+            raise ValueError(f"a room's name has 1 to {MAX_ROOM} bytes in UTF-8")
         if name in self._rooms:
             raise ValueError(f"room {name!r} is in use: {self._rooms[name]!r}")
         return name
 
     # What both halves use --------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
+    def _spawn(
+        self, work: Coroutine[Any, Any, object], kind: set[asyncio.Task[Any]] | None = None
+    ) -> asyncio.Task[Any]:
+        """What ends with the manager; ``kind``: what has an end of its own."""
+        kind = self._tasks if kind is None else kind
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kind.add(task)
+        task.add_done_callback(kind.discard)
         return task
 
     def _blocks(self, block_ids: Any) -> tuple[Blocks, ...]:
@@ -350,12 +375,22 @@ class KVManager:
 
     def _refuse(self, start: Start, wire: Wire, reason: str) -> None:
         """Tell a receiver that nothing will come for it; nothing has been sent to it."""
-        failed = Failed(start.id, start.to_rank, reason, True)
-        self._spawn(self._try_to_tell(wire, failed))
+        self._answer(wire, Failed(start.id, start.to_rank, reason, True))
+
+    def _answer(self, wire: Wire, message: Message) -> str | None:
+        """Tell it in the background; why not, or None. Whoever asks may not be where it says."""
+        if len(self._answers) >= _MAX_ANSWERS:
+            return f"{_MAX_ANSWERS} answers are on their way already"
+        task = self._spawn(self._try_to_tell(wire, message))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+        return None
 
     def _forget_receiver(self, identity: bytes, receiver: KVReceiver) -> None:
         self._receivers.pop(identity, None)
         self._forget(receiver)
+        if receiver.error is None:
+            _remember(self._handed_over, identity)
 
     def _forget_sender(self, sender: KVSender) -> None:
         self._forget(sender)
@@ -366,15 +401,12 @@ class KVManager:
 
     def _remember(self, sender: KVSender, reason: str) -> None:
         """A sender has failed: decode ranks that have not come yet are told when they do."""
-        self._failed[sender.room] = reason, set(sender._targets)
-        while len(self._failed) > _MAX_REMEMBERED:
-            self._failed.popitem(last=False)
+        told = {rank: target.start.id for rank, target in sender._targets.items()}
+        self._lobby.ended(sender.room, reason, told)
 
     def _never_quiet(self, receiver: bytes) -> None:
         """Nobody knows whether something is still on its way to this receiver's blocks."""
-        self._unquiet[receiver] = None
-        while len(self._unquiet) > _MAX_REMEMBERED:
-            self._unquiet.popitem(last=False)
+        _remember(self._unquiet, receiver)
 
     # What is heard ---------------------------------------------------------------------------
 
@@ -384,62 +416,54 @@ class KVManager:
             message = decode(notification.payload)
         except ValueError as error:
             _logger.warning("%s sent no message of a hand-over: %s", notification.session_id, error)
-            return f"no message of a hand-over: {error}"
+            return f"{NO_MESSAGE}: {error}"
         wire = self._wires.to(notification.session_id)
         if isinstance(message, Start | Abort):
             if self.role != "prefill":
-                return f"this is a {self.role} server, not prefill"
+                words = f"this is a {self.role} server, not prefill"
+                if isinstance(message, Start):
+                    self._refuse(message, wire, words)  # or it would try again
+                return words
             if isinstance(message, Start):
                 return self._heard_start(message, wire)
-            self._heard_abort(message, wire)
-            return None
+            return self._heard_abort(message, wire)
         if self.role != "decode":
             return f"this is a {self.role} server, not decode"
         receiver = self._receivers.get(message.id)
         if receiver is not None:
             return receiver.heard(message, notification)
-        # Of a room that is over: nobody may write to its blocks, and nobody cares for the rest.
-        return "decode is through with the room" if isinstance(message, Hello) else None
+        # Of a room that is over: nobody may write to its blocks, nor take it for handed over.
+        wants = isinstance(message, Hello)
+        wants = wants or (isinstance(message, Done) and message.id not in self._handed_over)
+        return "decode is through with the room" if wants else None
 
     def _heard_start(self, start: Start, wire: Wire) -> str | None:
+        if not self._open:
+            return "the server is closing"
+        reason = self._lobby.reason(start)
+        if reason is not None:
+            self._refuse(start, wire, reason)
+            return None
         half = self._rooms.get(start.room)
-        if isinstance(half, KVSender):
+        if isinstance(half, KVSender) and half.error is None:
             half.offered(start, wire)
             return None
-        if start.room in self._failed:
-            reason, told = self._failed[start.room]
-            if start.layout.rank not in told:
-                told.add(start.layout.rank)
-                if len(told) >= start.layout.ranks:
-                    del self._failed[start.room]
-                self._refuse(start, wire, reason)
-                return None
-        offers = self._offers.get(start.room)
-        if offers is None:
-            if len(self._offers) >= _MAX_OFFERS:
-                return f"{_MAX_OFFERS} rooms wait for their senders"
-            offers = self._offers[start.room] = _Offers()
-            if self.bootstrap_timeout is not None:
-                offers.expiry = asyncio.get_running_loop().call_later(
-                    self.bootstrap_timeout, self._offers.pop, start.room, None
-                )
-        offers.starts[start.layout.rank] = start, wire
-        offers.aborted = None
-        return None
+        return self._lobby.put(start, wire)
 
-    def _heard_abort(self, abort: Abort, wire: Wire) -> None:
+    def _heard_abort(self, abort: Abort, wire: Wire) -> str | None:
         half = self._rooms.get(abort.room)
         if isinstance(half, KVSender) and abort.id in half.receivers:
             half.aborted(abort.rank, abort.reason)  # and answers, when it has settled
-            return
-        offers = self._offers.get(abort.room)
-        if offers is not None:
-            known = offers.starts.get(abort.rank)
-            if known is not None and known[0].id == abort.id:
-                offers.aborted = abort.rank, abort.reason
+            return None
+        self._lobby.abort(abort)
         quiet = abort.id not in self._unquiet
-        failed = Failed(abort.id, abort.to_rank, abort.reason, quiet)
-        self._spawn(self._try_to_tell(wire, failed))
+        return self._answer(wire, Failed(abort.id, abort.to_rank, abort.reason, quiet))
+
+
+def _remember(receivers: collections.OrderedDict[bytes, None], identity: bytes) -> None:
+    receivers[identity] = None
+    while len(receivers) > _MAX_REMEMBERED:
+        receivers.popitem(last=False)
 
 
 _ANNOUNCED = 30.0

@@ -163,6 +163,7 @@ def _plain_group(group: CacheGroup) -> list[Any]:
         group.stride,
         group.heads,
         group.repeats,
+        group.format,
     ]
 
 
@@ -238,12 +239,13 @@ def _layout(value: Any) -> CacheLayout:
 
 
 def _group(value: Any) -> CacheGroup:
-    pools, addresses, *numbers = _exactly(value, 7)
+    pools, addresses, *numbers, words = _exactly(value, 8)
     each = _numbers(addresses, _WIRE_ADDRESS)
     if not 0 < _uint(pools, MAX_POOLS) <= each.size <= MAX_POOLS or each.size % pools:
         raise ValueError(f"{each.size} addresses for layers of {pools!r} pools")
     layers = tuple(tuple(layer) for layer in each.reshape(-1, pools).tolist())
-    return CacheGroup(layers, *map(_uint, numbers))
+    blocks, block_bytes, stride, heads, repeats = map(_uint, numbers)
+    return CacheGroup(layers, blocks, block_bytes, stride, heads, repeats, words)
 
 
 def _exactly(value: Any, count: int) -> list[Any]:

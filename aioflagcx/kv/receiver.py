@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
+import functools
 import logging
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,17 @@ from ..errors import (
     AuthenticationError,
     ConnectError,
     EngineClosed,
+    HandoverError,
+    NotifyRefused,
     ProtocolError,
     TransferError,
 )
 from ..notifications import Notification
-from .handover import Handover
+from .handover import Handover, settled
 from .layout import heads_of, senders
-from .messages import ID_SIZE, Abort, Begin, Blocks, Done, Failed, Hello, Message, Start
+from .messages import ID_SIZE, Abort, Begin, Done, Failed, Hello, Start, encode
 from .poll import KVPoll
-from .wire import Wire
+from .wire import NAME, NO_MESSAGE, Wire
 
 if TYPE_CHECKING:
     from .manager import KVManager
@@ -32,13 +35,17 @@ _logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 """Seconds between two attempts to find a prefill that is not there yet; each is twice the last."""
 
+_RANKS = 8
+"""Bytes that a message may be larger than for rank 0 of 1."""
+
 
 class _Source:
     """A prefill rank, and what has come of it."""
 
-    def __init__(self, wire: Wire, rank: int) -> None:
+    def __init__(self, wire: Wire, start: Start) -> None:
         self.wire = wire
-        self.rank = rank
+        self.start = start
+        self.rank = start.to_rank
         self.told = False
         """It may know of us."""
         self.engine_id: str | None = None
@@ -74,35 +81,54 @@ class KVReceiver(Handover):
         list for each. ``aux``: bytes for prefill, :attr:`KVSender.aux`. A prefill that is not
         there yet is waited for, up to ``bootstrap_timeout``.
 
-        From now on the blocks are prefill's until :meth:`done` returns or raises, or :meth:`abort`
-        returns. Raises :class:`~aioflagcx.errors.HandoverError`, likewise; ValueError and
-        TypeError for arguments that cannot be, before anything is told.
+        From now on the blocks are prefill's until :meth:`done` returns or raises what is not a
+        cancellation, or :meth:`abort` returns, or :attr:`quiet` says so. Raises
+        :class:`~aioflagcx.errors.HandoverError`, likewise; ValueError and TypeError for arguments
+        that cannot be, or make a message of more than ``notification_max_payload`` bytes (about
+        250,000 blocks), before anything is told. Cancelling this aborts the room, and the
+        cancellation is raised when the blocks may be reused; a second one is raised at once.
         """
         if self._started:
             raise RuntimeError(f"{self!r} has been started already")
         blocks = self._manager._blocks(block_ids)
         aux = self._manager._aux(aux)
+        start = Start(self._id, self.room, 0, 1, self._manager.layout, blocks, aux)
+        self._check_size(start)
         self._started = True
         if self._state is not KVPoll.Failed:
+            if self._prefill:
+                self._aim(start, self._prefill)
             self._limit(self._manager.bootstrap_timeout, "prefill did not answer")
-            self._starting = self._manager._spawn(self._tell_all(blocks, aux))
+            self._starting = self._manager._spawn(self._tell_all(start))
             try:
                 await asyncio.wait((self._starting,))
             except asyncio.CancelledError:
                 self._fail("start() was cancelled")
+                await settled(self._settling)
                 raise
             if not self._starting.cancelled() and (error := self._starting.exception()):
                 self._fail(str(error), cause=error)
         await self._raise()
+
+    def _check_size(self, start: Start) -> None:
+        size = len(encode(start)) + _RANKS
+        limit = self._manager.engine._config.notification_max_payload
+        if size > limit:
+            raise ValueError(
+                f"{sum(map(len, start.blocks))} blocks, {len(start.aux)} bytes of aux and the "
+                f"layout make a message of {size} bytes: at most {limit}, which is "
+                "notification_max_payload. Raise it on both sides, or divide the request"
+            )
 
     async def done(self) -> bytes:
         """Until all blocks are here; what prefill has sent along with the last of them.
 
         With several prefill ranks, of the lowest one that sent something. Raises
         :class:`~aioflagcx.errors.HandoverError` when the room has failed. In either case nothing
-        changes the blocks any more. Cancelling this leaves the room alone: see :meth:`abort`.
+        changes the blocks any more. Cancelling this leaves the room alone, and the blocks
+        prefill's: see :meth:`abort`.
         """
-        if not self._started and not self._over.done():
+        if not self._started and self.error is None:
             raise RuntimeError(f"{self!r} has not been started")
         if not self._over.done():
             await asyncio.wait((self._over,))
@@ -124,29 +150,31 @@ class KVReceiver(Handover):
         source = self._sources.get(message.rank)
         if source is None:
             return f"prefill rank {message.rank} has nothing to do with this rank"
-        failed = self._state is KVPoll.Failed
-        if isinstance(message, Hello):
-            if failed:
-                return "decode has given the room up"
+        if source.engine_id not in (None, notification.engine_id):
+            return f"another engine, {source.engine_id}, is prefill rank {message.rank} here"
+        if isinstance(message, Failed):
+            self._stopped(source, message)
+        elif isinstance(message, Hello):
+            if self.error is not None:
+                return f"decode has given it up: {self.error}"
             source.engine_id = notification.engine_id
             bootstrapping = self._state is KVPoll.Bootstrapping
             if bootstrapping and all(one.engine_id for one in self._sources.values()):
                 self._advance(KVPoll.WaitingForInput)
                 self._limit(self._manager.waiting_timeout, "prefill has not sent everything")
         elif source.engine_id is None:
-            if isinstance(message, Failed):
-                self._stopped(source, message)
+            return f"prefill rank {message.rank} has not said hello"
         elif isinstance(message, Begin):
             self._advance(KVPoll.Transferring)
-        elif isinstance(message, Done):
+        else:
             source.aux = message.aux
             source.quiet = True
             source.answered.set()
+            if self.error is not None:
+                return f"decode has given it up: {self.error}"
             self._advance(KVPoll.Transferring)
-            if not failed and all(one.aux is not None for one in self._sources.values()):
+            if all(one.aux is not None for one in self._sources.values()):
                 self._succeed()
-        else:
-            self._stopped(source, message)
         return None
 
     def _stopped(self, source: _Source, message: Failed) -> None:
@@ -163,46 +191,82 @@ class KVReceiver(Handover):
 
     # How it begins and ends ------------------------------------------------------------------
 
-    async def _tell_all(self, blocks: tuple[Blocks, ...], aux: bytes) -> None:
+    def _aim(self, start: Start, prefill: tuple[str, ...]) -> None:
+        """Settle which prefill ranks it has to do with, of these."""
         manager = self._manager
-        prefill = self._prefill or await manager._find(self.room)
         layout = manager.layout
         ranks = senders(heads_of(layout), layout.rank, layout.ranks, len(prefill))
-        self._sources = {rank: _Source(manager._wires.to(prefill[rank]), rank) for rank in ranks}
-        manager._receivers[self._id] = self
-        tellings = [
-            asyncio.ensure_future(
-                self._tell(
-                    source,
-                    Start(self._id, self.room, source.rank, len(prefill), layout, blocks, aux),
-                )
+        self._sources = {
+            rank: _Source(
+                manager._wires.to(prefill[rank]),
+                dataclasses.replace(start, to_rank=rank, to_ranks=len(prefill)),
             )
-            for source in self._sources.values()
-        ]
+            for rank in ranks
+        }
+        manager._receivers[self._id] = self
+
+    async def _tell_all(self, start: Start) -> None:
+        if not self._sources:
+            self._aim(start, await self._find())
+        tellings = [asyncio.ensure_future(self._tell(one)) for one in self._sources.values()]
         try:
             await asyncio.gather(*tellings)
         finally:
             for telling in tellings:
                 telling.cancel()
 
-    async def _tell(self, source: _Source, start: Message) -> None:
-        """Try until it works; the room's limit ends that."""
+    async def _find(self) -> tuple[str, ...]:
+        """Prefill as the directory knows it: it may have died without having said so there, and
+        another one come."""
         pause = _FIRST_PAUSE
         while True:
+            found = await self._manager._find(self.room)
             try:
-                await source.wire.session(self._manager.connect_timeout)
+                for address in found:
+                    await self._manager._wires.to(address).session(self._manager.connect_timeout)
+            except (AuthenticationError, ProtocolError):
+                raise
+            except ConnectError as error:
+                self._trouble = str(error)
+                _logger.debug("room %r: %s; looking again", self.room, error)
+            else:
+                return found
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _tell(self, source: _Source) -> None:
+        """Try until it works; the room's limit ends that."""
+        pause = _FIRST_PAUSE
+        timeout = self._manager.connect_timeout
+        while True:
+            try:
+                session = await source.wire.session(timeout)
+                limit = session._link.max_payload
+                if len(encode(source.start)) > limit:
+                    raise HandoverError(
+                        f"{session.id} takes notifications of {limit} bytes, its "
+                        f"notification_max_payload: too little for these blocks"
+                    )
                 source.told = True
-                await source.wire.tell(start, self._manager.connect_timeout)
+                await session.notify(NAME, encode(source.start))
             except (AuthenticationError, ProtocolError, EngineClosed):
                 raise
             except (ConnectError, TransferError) as error:
+                if isinstance(error, NotifyRefused) and NO_MESSAGE in str(error):
+                    raise  # another version, which will not become ours
                 self._trouble = str(error)
                 _logger.debug("room %r: %s; trying again", self.room, error)
             else:
-                source.wire.watch(self)
+                source.wire.watch(self, functools.partial(self._found_again, source))
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _found_again(self, source: _Source) -> None:
+        """Its session has ended, and it lives. Told again what it knows, it says if it has given
+        the room up meanwhile."""
+        if self.error is None and source.aux is None:
+            self._manager._spawn(self._manager._try_to_tell(source.wire, source.start))
 
     def _expired(self, words: str) -> None:
         if self._trouble and self._state is KVPoll.Bootstrapping:
@@ -241,19 +305,30 @@ class KVReceiver(Handover):
         has stopped, or is fenced off: it is stopped, dead or cut off.
         """
         manager = self._manager
-        if source.told and not source.answered.is_set():
-            abort = Abort(self._id, self.room, manager.layout.rank, source.rank, reason)
-            manager._spawn(manager._try_to_tell(source.wire, abort))
+        if not source.answered.is_set():
+            manager._spawn(self._give_up(source, reason))
             if source.engine_id is not None:
                 await _within(source.answered, manager.fence_timeout)
         if source.engine_id is None or source.quiet:
             return
         _logger.info("room %r: fencing %s: %s", self.room, source.wire.id, reason)
-        with contextlib.suppress(EngineClosed):  # and with the engine every way into our memory
+        try:
             await manager.engine.quiesce(source.engine_id, timeout=None)
+        except EngineClosed:  # and with the engine every way into our memory, once it is
+            await manager.engine._at_rest()
+
+    async def _give_up(self, source: _Source, reason: str) -> None:
+        """Tell a prefill rank so; one that has not heard of us is waiting for us, too."""
+        tell, start = self._manager._try_to_tell, source.start
+        if not source.told:
+            await tell(source.wire, start)
+        abort = Abort(self._id, self.room, start.layout.rank, source.rank, reason)
+        await tell(source.wire, abort)
 
 
 async def _within(event: asyncio.Event, seconds: float | None) -> None:
     waiting = asyncio.ensure_future(event.wait())
-    await asyncio.wait((waiting,), timeout=seconds)
-    waiting.cancel()
+    try:
+        await asyncio.wait((waiting,), timeout=seconds)
+    finally:
+        waiting.cancel()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +15,8 @@ from ..blocks import BlockLayout
 from ..errors import AioFlagcxError, HandoverError, NotifyRefused, PeerLost, TransferError
 from ..session import Session
 from ..transfer import Transfer
-from .handover import Handover, settled
+from ..waiting import outlast
+from .handover import Handover
 from .layout import check_fit, heads_of, targets
 from .messages import Begin, Blocks, Done, Failed, Hello, Start, encode
 from .poll import KVPoll
@@ -39,6 +43,8 @@ class _Target:
         self.session: Session | None = None
         """The one on which decode has said that we may write."""
         self.greeting = asyncio.Lock()
+        self.finishing = False
+        """It has been told that all is there, or is about to be."""
         self.transfers: set[Transfer] = set()
         self.quiet = True
         """Whether all transfers that have ended are known to be quiet over there."""
@@ -67,13 +73,16 @@ class KVSender(Handover):
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sent = [np.zeros(len(group.layers), np.int64) for group in manager.layout.groups]
         self._sending: set[asyncio.Task[Any]] = set()
+        self._greeting: set[asyncio.Task[Any]] = set()
         self._announcing: asyncio.Task[None] | None = None
         self._closing = False  # the last chunk has been given
         self._limit(manager.bootstrap_timeout, "no decode has come for it")
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """How many blocks decode expects, of each group; once :meth:`ready`."""
+        """How many blocks decode expects, of each group; RuntimeError before :meth:`ready`."""
+        if not self._targets:
+            raise RuntimeError(f"{self!r}: no decode has come yet")
         start = next(iter(self._targets.values())).start
         return tuple(map(len, start.blocks))
 
@@ -105,9 +114,24 @@ class KVSender(Handover):
         When it returns or raises, our blocks may be reused. Raises ValueError and TypeError, before
         a byte moves and without changing anything, for ids that are no blocks, more of them than
         decode expects, or fewer in the end; :class:`~aioflagcx.errors.HandoverError` when the room
-        has failed. A call that is cancelled aborts the room.
+        has failed. A call that is cancelled, however early, aborts the room.
         """
-        await self.ready()
+        sending: asyncio.Task[Any] | None = None
+        try:
+            await self.ready()
+            sending = self._start_sending(block_ids, last, layers, aux)
+            await asyncio.wait((sending,))
+        except asyncio.CancelledError:
+            self._fail("sending was cancelled")
+            if sending is not None:
+                with contextlib.suppress(asyncio.CancelledError):  # raised below
+                    await outlast(sending)
+            raise
+        await self._raise()
+
+    def _start_sending(
+        self, block_ids: Any, last: bool, layers: range | None, aux: bytes
+    ) -> asyncio.Task[Any]:
         if self._closing:
             raise RuntimeError(f"{self!r}: the last chunk has been sent already")
         aux = self._manager._aux(aux)
@@ -115,16 +139,16 @@ class KVSender(Handover):
         self._closing = last
         if self._state is KVPoll.WaitingForInput:
             self._begin()
-        task = self._manager._spawn(self._send(chunk, last, aux))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._fail("sending was cancelled")
-            await settled(self._settling)
-            raise
-        await self._raise()
+        return self._work(self._sending, self._send(chunk, last, aux))
+
+    def _work(
+        self, kind: set[asyncio.Task[Any]], work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[Any]:
+        """Something that ends with the room."""
+        task = self._manager._spawn(work)
+        kind.add(task)
+        task.add_done_callback(kind.discard)
+        return task
 
     # What decode says ------------------------------------------------------------------------
 
@@ -137,16 +161,14 @@ class KVSender(Handover):
                 words = f"decode rank {theirs.rank} has a receiver in this room already"
                 self._manager._refuse(start, wire, words)
             return
-        self._targets[theirs.rank] = _Target(start, wire)
-        expected = targets(heads_of(layout), layout.rank, layout.ranks, theirs.ranks)
+        target = self._targets[theirs.rank] = _Target(start, wire)
         try:
             self._check(start)
             check_fit(layout, theirs)
         except ValueError as error:
             self._fail(f"decode rank {theirs.rank} does not fit: {error}")
             return
-        if set(self._targets) == set(expected):
-            self._manager._spawn(self._greet_all())
+        self._work(self._greeting, self._introduce(target))
 
     def _check(self, start: Start) -> None:
         layout, theirs = self._manager.layout, start.layout
@@ -165,18 +187,28 @@ class KVSender(Handover):
             if counts != others:
                 raise ValueError(f"{counts} blocks, another rank has {others}")
 
-    async def _greet_all(self) -> None:
+    async def _introduce(self, target: _Target) -> None:
+        """Greet a decode rank; with the last of them the room is ready. From then on its end is
+        noticed, also while others are still missing."""
         try:
-            await asyncio.gather(*(self._greet(target) for target in self._targets.values()))
+            await self._greet(target)
         except Exception as error:
             self._failed_by(error)
-        else:
-            if self._state is KVPoll.Bootstrapping:
-                self.aux = self._targets[min(self._targets)].start.aux
-                self._advance(KVPoll.WaitingForInput)
-                self._limit(self._manager.waiting_timeout, "nothing was sent")
-                self._found()
-                self._ready.set_result(None)
+            return
+        layout, theirs = self._manager.layout, target.start.layout
+        expected = targets(heads_of(layout), layout.rank, layout.ranks, theirs.ranks)
+        greeted = {rank for rank, one in self._targets.items() if one.session is not None}
+        if self._state is KVPoll.Bootstrapping and greeted == set(expected):
+            self.aux = self._targets[min(self._targets)].start.aux
+            self._advance(KVPoll.WaitingForInput)
+            self._limit(self._manager.waiting_timeout, "nothing was sent")
+            self._found()
+            self._ready.set_result(None)
+
+    def _found_again(self, target: _Target) -> None:
+        """Its session has ended, and it lives: has it given the room up meanwhile?"""
+        if self.error is None and not target.finishing:
+            self._work(self._greeting, self._introduce(target))
 
     async def _greet(self, target: _Target) -> Session:
         """The session on which we may write to a decode rank; asks on a new one.
@@ -200,7 +232,7 @@ class KVSender(Handover):
                         raise
                 else:
                     target.session = session
-                    target.wire.watch(self)
+                    target.wire.watch(self, functools.partial(self._found_again, target))
             assert target.session is not None
             return target.session
 
@@ -260,20 +292,28 @@ class KVSender(Handover):
         others = self._sending - {asyncio.current_task()}
         if last and others:
             await asyncio.wait(others)
-        if self.error is not None:
-            return
-        writes = [
-            asyncio.ensure_future(self._write(target, chunk, last, aux))
-            for target in self._targets.values()
-        ]
-        await asyncio.wait(writes, return_when=asyncio.FIRST_EXCEPTION)
-        errors = [one.exception() for one in writes if one.done()]
-        failure = next((error for error in errors if error is not None), None)
-        if failure is not None:
-            self._failed_by(failure)
-            await asyncio.gather(*writes, return_exceptions=True)
-        elif last and self._state is not KVPoll.Failed:
+        if last and len(self._targets) == 1:
+            await self._write_to_all(chunk, aux)
+        else:
+            # Who has heard that all is there cannot fail any more. So nobody hears it before
+            # everybody has everything: with several ranks the data and the word go apart.
+            await self._write_to_all(chunk, None)
+            if last:
+                await self._write_to_all(_Chunk([], [], []), aux)
+        if last and self.error is None:
             self._succeed()
+
+    async def _write_to_all(self, chunk: _Chunk, done: bytes | None) -> None:
+        """Until all of it has landed, or the room has failed; ``done``: and tell them with this."""
+        if self.error is None:
+            ranks = self._targets.values()
+            await asyncio.gather(*(self._try_to_write(target, chunk, done) for target in ranks))
+
+    async def _try_to_write(self, target: _Target, chunk: _Chunk, done: bytes | None) -> None:
+        try:
+            await self._write(target, chunk, done)
+        except Exception as error:
+            self._failed_by(error)
 
     def _failed_by(self, error: BaseException) -> None:
         """It fails by an error of ours, which the other side is told, too."""
@@ -281,7 +321,7 @@ class KVSender(Handover):
             _logger.error("room %r", self.room, exc_info=error)
         self._fail(str(error) or type(error).__name__, cause=error)
 
-    async def _write(self, target: _Target, chunk: _Chunk, last: bool, aux: bytes) -> None:
+    async def _write(self, target: _Target, chunk: _Chunk, done: bytes | None) -> None:
         manager = self._manager
         layouts: list[BlockLayout] = []
         src: list[Blocks] = []
@@ -292,11 +332,12 @@ class KVSender(Handover):
                 layouts.append(layout)
                 src.append(ids)
                 dst.append(target.start.blocks[index][chunk.places[index]])
-        if not layouts and not last:
+        if not layouts and done is None:
             return
         notify = None
-        if last:
-            notify = (NAME, encode(Done(target.start.id, target.start.to_rank, aux)))
+        if done is not None:
+            target.finishing = True
+            notify = (NAME, encode(Done(target.start.id, target.start.to_rank, done)))
         for tries_left in range(_TRIES - 1, -1, -1):
             session = await self._greet(target)
             if self.error is not None:
@@ -308,17 +349,32 @@ class KVSender(Handover):
             try:
                 await transfer
             except PeerLost as error:
-                # Ours again if decode lets us: it may have fenced us for another room's sake. But
-                # not when it may have been told that all is there.
-                if not tries_left or not error.remote_quiet or error.notify_delivered is not False:
+                # Ours again if decode lets us: it may have fenced us for another room's sake.
+                if not tries_left or not error.remote_quiet:
                     raise
+                if error.notify_delivered is not False:
+                    break  # all has landed, and decode says if it has heard so
             else:
                 return
             finally:
                 target.transfers.discard(transfer)
                 target.quiet = target.quiet and transfer.remote_quiet
+        assert done is not None
+        again = Done(target.start.id, target.start.to_rank, done)
+        await target.wire.tell(again, manager.connect_timeout)
 
     # How it ends -----------------------------------------------------------------------------
+
+    def _fail(
+        self,
+        reason: str,
+        kind: type[HandoverError] = HandoverError,
+        cause: BaseException | None = None,
+    ) -> bool:
+        failed = super()._fail(reason, kind, cause)
+        if failed:
+            self._manager._remember(self, reason)
+        return failed
 
     def _succeed(self) -> None:
         self._advance(KVPoll.Success)
@@ -346,8 +402,9 @@ class KVSender(Handover):
             transfer.cancel()
         for transfer in transfers:  # no other one is begun
             await transfer._quiet()
+        for task in (*self._greeting, *self._sending):
+            task.cancel()  # it may be waiting for a decode that does not answer
         self._end()
-        manager._remember(self, reason)
         tellings = []
         for target in self._targets.values():
             quiet = target.quiet and all(one.remote_quiet for one in target.transfers)

@@ -8,18 +8,34 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from ..engine import Engine
-from ..errors import AioFlagcxError
+from ..errors import (
+    AioFlagcxError,
+    AuthenticationError,
+    ConnectError,
+    ConnectTimeout,
+    HostUnreachable,
+    PeerLost,
+    ProtocolError,
+)
 from ..session import Session
 from .messages import Message, encode
 
-__all__ = ["NAME", "Watcher", "Wire", "Wires"]
+__all__ = ["NAME", "NO_MESSAGE", "Watcher", "Wire", "Wires"]
 
 NAME = "aioflagcx.kv"
 """Of all notifications between managers."""
 
+NO_MESSAGE = "no message of a hand-over"
+"""The reason begins so with which a manager refuses what it will never understand."""
+
 _RECONNECT = 0.5
-"""Seconds in which a peer whose session has ended must let itself be connected again, or it is
-dead: a session can end without its peer, as when someone fences it."""
+"""Seconds in which a peer whose session has ended without a goodbye must let itself be connected
+again, or it is dead: a session can end without its peer."""
+
+
+_PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16)
+"""Seconds between attempts to connect which the peer itself has ended; longer than fences that
+follow each other."""
 
 
 class Watcher(Protocol):
@@ -42,11 +58,11 @@ class Wire:
         self._engine = engine
         self._spawn = spawn
         self._session: Session | None = None
-        self._watchers: set[Watcher] = set()
+        self._watchers: dict[Watcher, Callable[[], object]] = {}
 
     async def session(self, timeout: float | None) -> Session:
         """The session with the peer; a :class:`~aioflagcx.errors.ConnectError` if there is none."""
-        session = await self._engine.connect(self.id, timeout=timeout)
+        session = await self._connect(timeout)
         known = self._session
         if session is not known:
             self._session = session
@@ -55,37 +71,70 @@ class Wire:
             session._link.watch(lambda reason: self._ended(session, reason))
         return session
 
+    async def _connect(self, timeout: float | None) -> Session:
+        pauses = iter(_PAUSES)
+        while True:
+            try:
+                return await self._engine.connect(self.id, timeout=timeout)
+            except (ConnectTimeout, HostUnreachable, AuthenticationError, ProtocolError):
+                raise
+            except ConnectError as error:
+                # Somebody is there and ended it: as when it fences us, for other rooms, again.
+                pause = next(pauses, None)
+                if pause is None or isinstance(error.cause, ConnectionRefusedError):
+                    raise
+            await asyncio.sleep(pause)
+
     async def tell(self, message: Message, timeout: float | None) -> None:
         """Have the peer take a message, connecting within ``timeout`` if need be.
 
-        Raises what connecting and :meth:`Session.notify` raise.
+        At least once: when the session ends before the peer has said that it has it, it is told
+        again on the next one. Raises what connecting and :meth:`Session.notify` raise.
         """
-        session = await self.session(timeout)
-        await session.notify(NAME, encode(message))
+        payload = encode(message)
+        for pause in (*_PAUSES, None):
+            session = await self.session(timeout)
+            try:
+                await session.notify(NAME, payload)
+            except PeerLost:
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+            else:
+                return
 
-    def watch(self, watcher: Watcher) -> None:
-        """Tell it when the peer, which has been connected to, is lost."""
-        self._watchers.add(watcher)
+    def watch(self, watcher: Watcher, found_again: Callable[[], object] = lambda: None) -> None:
+        """Tell it when the peer, which has been connected to, is lost.
+
+        ``found_again`` is called when the session has ended and there is another one with the same
+        peer: what one side wanted to say in between the other has not heard.
+        """
+        self._watchers[watcher] = found_again
         if self._session is None or not self._session.alive:  # nobody was there to be told
-            self._spawn(self._look_again("its session has ended"))
+            self._spawn(self._look_again("its session has ended", _RECONNECT))
 
     def forget(self, watcher: Watcher) -> None:
         """It is over."""
-        self._watchers.discard(watcher)
+        self._watchers.pop(watcher, None)
 
     def _ended(self, session: Session, reason: str) -> None:
         if session is self._session and self._watchers:
-            self._spawn(self._look_again(reason))
+            # Who says goodbye lives, and may be busy.
+            limit = self._engine._config.connect_timeout
+            self._spawn(self._look_again(reason, limit if session._link.dismissed else _RECONNECT))
 
-    async def _look_again(self, reason: str) -> None:
+    async def _look_again(self, reason: str, limit: float) -> None:
         try:
-            await self.session(_RECONNECT)
+            await self.session(limit)
         except AioFlagcxError as error:
             self._session = None
             self._end(f"{reason}; then {error}")
+        else:
+            for found_again in tuple(self._watchers.values()):
+                found_again()
 
     def _end(self, reason: str) -> None:
-        watchers, self._watchers = self._watchers, set()
+        watchers, self._watchers = self._watchers, {}
         for watcher in watchers:
             watcher.lost(self, f"{self.id} was lost: {reason}")
 

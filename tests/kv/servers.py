@@ -14,6 +14,7 @@ from promises.host import Host
 from promises.measures import until
 
 from aioflagcx import Config, Engine
+from aioflagcx.errors import HandoverError
 from aioflagcx.kv import CacheGroup, CacheLayout, KVManager, KVPoll, KVReceiver, KVSender
 
 Bytes = npt.NDArray[np.uint8]
@@ -69,6 +70,12 @@ async def handed_over(
     await receiver.done()
     assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
     return sender, receiver
+
+
+def is_goodbye_lost(error: BaseException) -> bool:
+    """Whether TCP has thrown the peer's last words away, as it does when the peer closes while
+    something it has not read yet is on its way: then nobody knows that it was a fence."""
+    return isinstance(error, HandoverError) and "reset by peer" in str(error)
 
 
 # What a Host does that is another process's; `host.kv` and `host.rooms` are made by open_manager.

@@ -15,7 +15,7 @@ from kv.servers import BLOCK, BLOCKS, LAYERS, Server, group_of, handed_over
 from promises.measures import until
 
 from aioflagcx import Config, Engine
-from aioflagcx.errors import HandoverError, HandoverTimeout
+from aioflagcx.errors import HandoverError, HandoverTimeout, NotifyRefused
 from aioflagcx.kv import CacheGroup, CacheLayout, KVManager, KVPoll, messages
 from aioflagcx.kv.layout import held
 from aioflagcx.kv.wire import NAME
@@ -38,6 +38,24 @@ def expect(pair: Pair, moves: dict[int, int]) -> None:
     for src, dst in moves.items():
         expected[:, dst] = prefill.cache[:, src]
     np.testing.assert_array_equal(decode.cache, expected)
+
+
+class Tensor:
+    """Of one element and one dimension; those of PyTorch pass for integers as well."""
+
+    ndim = 1
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter((np.int64(7),))
+
+    def __index__(self) -> int:
+        return 7
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return np.array([7])
 
 
 # Success -------------------------------------------------------------------------------------
@@ -335,7 +353,20 @@ async def test_blocks_that_are_not_there_are_refused_at_once(pair: Pair, ids: An
     assert prefill.manager.engine.stats().bytes_written == 0
 
 
-@pytest.mark.parametrize("ids", [3, ["a"], [1.5], None, "12"])
+@pytest.mark.parametrize(
+    "ids",
+    [[7], (7,), range(7, 8), np.array([[7]])[0], *(np.array([7], kind) for kind in "bBhHiIlL"),
+     np.array([7], ">u8"), np.array([7, 0])[::2], [np.uint8(7)], [[7]], [np.array([7])], Tensor()],
+)  # fmt: skip
+async def test_block_ids_may_be_any_integers(pair: Pair, ids: Any) -> None:
+    prefill, decode = pair
+    await handed_over(prefill.manager, decode.manager, "r", ids, ids)
+    expect(pair, {7: 7})
+
+
+@pytest.mark.parametrize(
+    "ids", [3, ["a"], [1.5], None, "12", b"1", {7}, [True], [[7], [8]], (7.0,)]
+)
 async def test_what_are_no_block_ids_is_refused(pair: Pair, ids: Any) -> None:
     prefill, decode = pair
     receiver = decode.manager.receiver("r", prefill.manager.session_id)
@@ -371,6 +402,8 @@ async def test_unequal_lists_are_refused_before_a_byte_moves(pair: Pair) -> None
 
 async def test_misuse_is_told_from_failure(pair: Pair) -> None:
     prefill, decode = pair
+    with pytest.raises(RuntimeError, match="no decode has come yet"):
+        prefill.manager.sender("q").blocks  # noqa: B018
     with pytest.raises(ValueError, match="this is the manager of a prefill server"):
         prefill.manager.receiver("r", "127.0.0.1:1")
     with pytest.raises(ValueError, match="this is the manager of a decode server"):
@@ -383,8 +416,9 @@ async def test_misuse_is_told_from_failure(pair: Pair) -> None:
         decode.manager.receiver("r", "nonsense")
     with pytest.raises(TypeError, match="a room is a str or an int"):
         prefill.manager.sender(1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at most 1024 bytes"):
-        prefill.manager.sender("r" * 1025)
+    for room in ("r" * 1025, ""):
+        with pytest.raises(ValueError, match="1 to 1024 bytes"):
+            prefill.manager.sender(room)
     prefill.manager.sender(7)
     with pytest.raises(ValueError, match="room '7' is in use"):
         prefill.manager.sender("7")
@@ -468,7 +502,7 @@ async def test_a_decode_that_gave_up_before_the_sender_came_tells_it_then(pair: 
     receiver = decode.manager.receiver("r", prefill.manager.session_id)
     await receiver.start([0])
     await receiver.abort("too slow")
-    await until(lambda: prefill.manager._offers["r"].aborted is not None)
+    await until(lambda: prefill.manager._lobby._offers["r"].aborted is not None)
     sender = prefill.manager.sender("r")
     with pytest.raises(HandoverError, match="decode rank 0 has given it up: too slow"):
         await sender.ready()
@@ -501,12 +535,12 @@ async def test_what_is_late_and_of_an_earlier_use_of_a_room_is_ignored(pair: Pai
     back = await decode.manager.engine.connect(prefill.manager.session_id)
     for late in (
         messages.Begin(first._id, 0),
-        messages.Done(first._id, 0, b"late"),
         messages.Failed(first._id, 0, "late", True),
     ):
         await session.notify(NAME, messages.encode(late))
-    with pytest.raises(Exception, match="decode is through with the room"):
-        await session.notify(NAME, messages.encode(messages.Hello(first._id, 0)))
+    for refused in (messages.Hello(first._id, 0), messages.Done(first._id, 0, b"late")):
+        with pytest.raises(NotifyRefused, match="decode is through with the room"):
+            await session.notify(NAME, messages.encode(refused))
     await back.notify(NAME, messages.encode(messages.Abort(first._id, "r", 0, 0, "late")))
     assert sender.poll() is receiver.poll() is KVPoll.WaitingForInput
     await sender.send([9])
@@ -539,7 +573,7 @@ async def test_each_side_waits_for_the_other_only_so_long() -> None:
         assert isinstance(sender.error, HandoverTimeout) or isinstance(
             receiver.error, HandoverTimeout
         )
-        assert not prefill.manager._offers  # those of nobody have expired, too
+        assert not len(prefill.manager._lobby)  # those of nobody have expired, too
 
 
 async def test_no_limit_is_possible(pair: Pair) -> None:
@@ -575,8 +609,11 @@ async def test_more_blocks_than_a_notification_holds_are_refused(pair: Pair) -> 
     layout = group_of(memory, blocks=300_000)
     async with Server.open("decode", memory, layout=layout) as decode:
         receiver = decode.manager.receiver("r", pair[0].manager.session_id)
-        with pytest.raises(HandoverError, match="notification_max_payload"):
+        with pytest.raises(ValueError, match=r"300000 blocks.* Raise it on both sides"):
             await receiver.start(range(300_000))
+        assert not decode.manager.engine.stats().sessions  # nobody has been told anything
+        assert receiver.poll() is KVPoll.Bootstrapping
+        await receiver.start(range(250_000))
 
 
 async def test_peers_that_are_gone_are_forgotten(pair: Pair) -> None:
@@ -665,7 +702,9 @@ async def test_prefill_that_decode_no_longer_wants_cannot_connect_again(
     assert (decode.memory == 7).all()
 
 
-@pytest.mark.parametrize("setting", ["bootstrap_timeout", "waiting_timeout", "fence_timeout"])
+@pytest.mark.parametrize(
+    "setting", ["bootstrap_timeout", "waiting_timeout", "fence_timeout", "transfer_timeout"]
+)
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError)])
 def test_limits_that_cannot_be_are_refused(
     setting: str, value: Any, error: type[Exception]

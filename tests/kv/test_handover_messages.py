@@ -45,6 +45,7 @@ def starts(draw: st.DrawFn) -> Start:
                 stride=2**30,
                 heads=draw(st.sampled_from([1, 2])),
                 repeats=1,
+                format=draw(WORDS),
             )
         )
         blocks.append(np.array(draw(st.lists(st.integers(0, count - 1), max_size=5)), np.int64))

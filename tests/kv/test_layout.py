@@ -206,6 +206,8 @@ GROUP = CacheGroup((4096, 8192), 4, 64, heads=4, repeats=2)
         (lambda: dataclasses.replace(GROUP, layers=()), "at least one layer"),
         (lambda: dataclasses.replace(GROUP, layers=((1,), (2, 3))), "equally many pools"),
         (lambda: dataclasses.replace(GROUP, layers=(0,)), "no address"),
+        (lambda: dataclasses.replace(GROUP, format="x" * 257), "at most 256"),
+        (lambda: dataclasses.replace(GROUP, format=None), "format = None"),
         (lambda: CacheLayout(()), "at least one group"),
         (lambda: CacheLayout((GROUP,), 2, 2), "rank 2 of 2"),
         (lambda: CacheLayout((GROUP,), 0, 3), "4 heads are not divided evenly among 3 ranks"),
@@ -227,6 +229,7 @@ def test_layouts_that_cannot_be_are_refused(make: Callable[[], Any], words: str)
         ({"layers": ((4096, 1), (8192, 1))}, "pools a layer: 1 on prefill, 2 on decode"),
         ({"heads": 8}, "heads: 4 on prefill, 8 on decode"),
         ({"repeats": 4}, "repeats: 2 on prefill, 4 on decode"),
+        ({"format": "fp8"}, "format: '' on prefill, 'fp8' on decode; blocks must hold the same"),
         ({"block_bytes": 128, "stride": 0}, "bytes of a head: 8 on prefill, 16 on decode"),
     ],
 )

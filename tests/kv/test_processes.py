@@ -153,6 +153,35 @@ async def test_another_process_at_the_address_of_a_dead_prefill_is_not_taken_for
     check(successor.memory, decode.memory, {2: 1})
 
 
+@pytest.mark.parametrize("state", ["offered", "waiting", "transferring"])
+async def test_a_decode_that_is_stopped_when_prefill_gives_up_hears_of_it_when_it_goes_on(
+    stack: contextlib.AsyncExitStack, path: str, state: str
+) -> None:
+    prefill = await here(stack, "prefill", path, fence_timeout=0.2)
+    first = prefill.memory.copy()
+    decode = await child(stack, "decode", path)
+    if state != "offered":
+        sender = prefill.manager.sender("r")
+    await decode.run(servers.open_receiver, "r", prefill.manager.session_id)
+    await decode.run(servers.call, "r", "start", range(BLOCKS))
+    if state == "offered":
+        decode.stop()
+        sender = prefill.manager.sender("r")
+    else:
+        await sender.ready()
+        if state == "transferring":
+            await sender.send(range(10), last=False)
+        decode.stop()
+    await sender.abort("out of memory")
+    prefill.memory[:] = REUSED
+    decode.resume()
+    while await decode.run(servers.poll, "r") is not KVPoll.Failed:
+        pass
+    with pytest.raises(HandoverError, match="out of memory"):
+        await decode.run(servers.call, "r", "done")
+    check(first, decode.memory, {i: i for i in range(10 if state == "transferring" else 0)})
+
+
 REUSED = 0xA5
 """What decode writes into blocks that it has got back."""
 
