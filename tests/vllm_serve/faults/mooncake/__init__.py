@@ -1,0 +1,1 @@
+"""In place of the drop-in's shim."""
