@@ -67,7 +67,7 @@ class Server:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
             # Only then does MooncakeConnector's prefill give up the blocks of a failed transfer.
-            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "20",
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "60",
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.side_port),
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": "1",
