@@ -87,7 +87,7 @@ class Server:
             ENVIRONMENT / "bin" / "vllm", "serve", MODEL, "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16",
             "--block-size", "32", "--no-enable-prefix-caching", "--enforce-eager",
-            "--max-model-len", "2048", "--max-num-seqs", "1", "--shutdown-timeout", "0",
+            "--max-model-len", "2048", "--max-num-seqs", "1",
             "--kv-transfer-config", json.dumps(transfer), *options,
         ]  # fmt: skip
         self._environment = environment
@@ -125,12 +125,6 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def terminate(self) -> int:
-        """SIGTERM, as a supervisor does; the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        return self._process.wait()
-
     def tail(self) -> str:
         """The end of what it wrote."""
         return self.log.read_bytes()[-6000:].decode(errors="replace")
@@ -167,7 +161,7 @@ class Server:
 
     async def until(self, name: str, value: float) -> None:
         """Until that metric has that value."""
-        while await self.gauge(name) != value:
+        while await self.gauge(name) != value:  # noqa: ASYNC110 - it is in another process
             await asyncio.sleep(0.05)
 
 

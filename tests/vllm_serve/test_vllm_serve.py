@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from vllm_serve.servers import Answer, Router, Server, running
 
 pytestmark = pytest.mark.timeout(900)
@@ -80,9 +79,7 @@ def alone(servers: Servers) -> Answers:
     return asyncio.run(together(lambda prompt: servers.prefill.complete(prompt, TOKENS)))
 
 
-async def together(
-    ask: Callable[[str], Awaitable[Answer]], asked: list[str] = PROMPTS
-) -> Answers:
+async def together(ask: Callable[[str], Awaitable[Answer]], asked: list[str] = PROMPTS) -> Answers:
     return list(await asyncio.gather(*map(ask, asked)))
 
 
@@ -165,9 +162,7 @@ async def test_a_failure_is_made_up_for_where_decode_may_recompute(
     await servers.free()
 
 
-async def test_clients_that_hang_up_leave_no_block_in_use(
-    servers: Servers, alone: Answers
-) -> None:
+async def test_clients_that_hang_up_leave_no_block_in_use(servers: Servers, alone: Answers) -> None:
     router = Router(servers.prefill, servers.failing)
     tickets = [router.tickets() for _ in PROMPTS]
     waiting = [

@@ -1,7 +1,7 @@
 """What an engine does wrong, as the file says whose name is in ENGINE_FAULT.
 
-``nothing``: it reports success, and has moved nothing. ``flip``: it moves everything, with a byte of
-each piece changed. ``fail``: it reports failure, and has moved nothing.
+``nothing``: it reports success, and has moved nothing. ``flip``: it moves everything, with a byte
+of each piece changed. ``fail``: it reports failure, and has moved nothing.
 """
 
 from __future__ import annotations
