@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -64,6 +65,8 @@ class Registry:
         self._by_name: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
         self._gone: dict[Region, asyncio.Future[None]] = {}
+        self._unheard: weakref.WeakSet[Region] = weakref.WeakSet()
+        """Those whose deregistration somebody has waited for in vain; they may ask again."""
         self._drainer: asyncio.Task[None] | None = None
         self._busy = 0
         self._idle: asyncio.Future[None] | None = None
@@ -279,12 +282,18 @@ class Registry:
                 return
             self._drain([region])
         elif self._draining.get(region._id) is not region:
-            raise RegistrationError(f"{region!r} is not registered with this engine")
+            if region not in self._unheard:
+                raise RegistrationError(f"{region!r} is not registered with this engine")
+            self._unheard.discard(region)
+            return
         gone = self._gone.get(region)
         if gone is None:
             gone = self._gone[region] = asyncio.get_running_loop().create_future()
+        self._unheard.add(region)
         await asyncio.wait((gone,), timeout=timeout)
-        if not gone.done():
+        if gone.done():
+            self._unheard.discard(region)
+        else:
             raise DeregisterTimeout(
                 f"{region!r} was still in use after {timeout} s, by a transfer of ours or by a "
                 "peer that does not answer; it stays revoked, and its deregistration goes on in "

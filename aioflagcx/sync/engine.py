@@ -279,7 +279,8 @@ class Engine:
 
         Raises :class:`~aioflagcx.errors.DeregisterTimeout` when that takes more than ``timeout``
         seconds (None: no limit): the memory must not be freed or reused yet, and the
-        deregistration goes on in the background; calling again waits for it again. Raises
+        deregistration goes on in the background. Calling again waits for it again, and returns at
+        once if it has ended meanwhile. Raises
         :class:`~aioflagcx.errors.RegistrationError` for a region that is not registered.
         """
         loop, _ = self._started()

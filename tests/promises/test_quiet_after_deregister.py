@@ -168,6 +168,10 @@ async def test_deregister_times_out_in_time_and_finishes_in_the_background(lab: 
         await transfer
     await asyncio.wait_for(released.wait(), 5)
     assert engine.stats().regions == 0
+    # Who was told that it goes on may ask whether it has ended; once, as it then has been told.
+    await engine.deregister(region)
+    with pytest.raises(RegistrationError):
+        await engine.deregister(region)
     # The same memory can be registered anew.
     again = await engine.register(memory)
     assert await engine.write(session, again, peer.at(0), again) == again.size
