@@ -84,7 +84,11 @@ class Handover:
         self.error = kind(f"room {self.room!r}: {reason}", cause=cause)
         self._no_limit()
         self._settling = self._manager._spawn(self._settle(reason))
+        self._has_failed(reason)
         return True
+
+    def _has_failed(self, reason: str) -> None:
+        """What is to be done at once, before it settles."""
 
     async def _settle(self, reason: str) -> None:
         """Tell the others, and return when this side's blocks may be reused."""

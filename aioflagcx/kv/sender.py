@@ -365,16 +365,8 @@ class KVSender(Handover):
 
     # How it ends -----------------------------------------------------------------------------
 
-    def _fail(
-        self,
-        reason: str,
-        kind: type[HandoverError] = HandoverError,
-        cause: BaseException | None = None,
-    ) -> bool:
-        failed = super()._fail(reason, kind, cause)
-        if failed:
-            self._manager._remember(self, reason)
-        return failed
+    def _has_failed(self, reason: str) -> None:
+        self._manager._remember(self, reason)
 
     def _succeed(self) -> None:
         self._advance(KVPoll.Success)

@@ -7,7 +7,7 @@ import threading
 
 from ...engine import Engine as AsyncEngine
 from ...errors import AioFlagcxError, RegistrationError
-from ...region import Region, RegionState
+from ...region import Region
 from ...sync import Engine
 from ...topology import ANYWHERE, Topology
 
@@ -83,8 +83,7 @@ class Registrations:
             seen.add(address)
         loop, _ = self._engine._started()
         for region, error in loop.run(lambda: _deregister(self._engine._engine, regions)):
-            # One that is gone was given up before, and what held it has ended since.
-            if error is not None and region._state is not RegionState.GONE:
+            if error is not None:
                 failure = error
                 continue
             with self._lock:
