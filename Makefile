@@ -97,7 +97,7 @@ native-tests: $(DONE)/test-system $(FAKES)
 test-softroce: $(DONE)/package $(DONE)/test-packages $(DONE)/softroce-system build/softroce/rxe \
     native-tests
 	$(BIN)/python -m pytest tests/guest
-	$(IN_GUEST) --timeout 720 -- $(BIN)/python -m pytest -p no:cacheprovider \
+	$(IN_GUEST) --timeout 1800 -- $(BIN)/python -m pytest -p no:cacheprovider \
 	    --junitxml=$(GUEST_RESULTS)/tests.xml -o junit_family=xunit1 \
 	    --rdma rxe0,rxe1 --emulated tests/softroce tests/conformance
 

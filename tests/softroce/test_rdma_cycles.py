@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 
+import pytest
 from softroce.devices import object_counts
 from softroce.engines import Ends, connected, until
 
@@ -44,6 +45,7 @@ async def cycle(ends: Ends, count: int) -> None:
     await until(lambda: not ends.theirs.stats().responders)
 
 
+@pytest.mark.timeout(300)  # an emulated machine took 47 s, and another day 99 s
 async def test_a_thousand_sessions_leave_no_objects_descriptors_or_threads() -> None:
     async with connected(size=4096) as ends:
         for engine in (ends.ours, ends.theirs):

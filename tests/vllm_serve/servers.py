@@ -212,18 +212,29 @@ class Router:
 
     async def decode_first(self, prompts: list[str], tokens: int) -> list[Answer]:
         """Decode waits for all of them before prefill gets the first."""
+        answers, offers = await self.decode_waits(prompts, tokens)
+        await self.prefill_offers(prompts, offers)
+        return await asyncio.gather(*answers)
+
+    async def decode_waits(
+        self, prompts: list[str], tokens: int
+    ) -> tuple[list[asyncio.Task[Answer]], list[Params]]:
+        """Requests that decode waits with, and what prefill is to get for them."""
         tickets = [self.tickets() for _ in prompts]
         answers = [
             asyncio.create_task(self.decode.complete(prompt, tokens, source))
             for prompt, (_, source) in zip(prompts, tickets, strict=True)
         ]
         await self.decode.until("num_requests_waiting", len(prompts))
-        offers = [
+        return answers, [offer for offer, _ in tickets]
+
+    async def prefill_offers(self, prompts: list[str], offers: list[Params]) -> None:
+        """Prefill computes them for whoever fetches them."""
+        computing = [
             self.prefill.complete(prompt, 1, offer)
-            for prompt, (offer, _) in zip(prompts, tickets, strict=True)
+            for prompt, offer in zip(prompts, offers, strict=True)
         ]
-        assert {offered.status for offered in await asyncio.gather(*offers)} == {200}
-        return await asyncio.gather(*answers)
+        assert {offered.status for offered in await asyncio.gather(*computing)} == {200}
 
 
 @contextlib.contextmanager

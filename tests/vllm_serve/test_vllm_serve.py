@@ -164,44 +164,28 @@ async def test_a_failure_is_made_up_for_where_decode_may_recompute(
 
 async def test_clients_that_hang_up_leave_no_block_in_use(servers: Servers, alone: Answers) -> None:
     router = Router(servers.prefill, servers.failing)
-    tickets = [router.tickets() for _ in PROMPTS]
-    waiting = [
-        asyncio.create_task(servers.failing.complete(prompt, TOKENS, source))
-        for prompt, (_, source) in zip(PROMPTS, tickets, strict=True)
-    ]
-    await servers.failing.until("num_requests_waiting", len(PROMPTS))
+    waiting, offers = await router.decode_waits(PROMPTS, TOKENS)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
     await servers.failing.until("num_requests_waiting", 0)
-    offers = [
-        servers.prefill.complete(prompt, 1, offer)
-        for prompt, (offer, _) in zip(PROMPTS, tickets, strict=True)
-    ]
-    assert {offered.status for offered in await asyncio.gather(*offers)} == {200}
+    await router.prefill_offers(PROMPTS, offers)
     await check(servers, alone)
 
 
 async def test_prefill_is_killed_and_started_again(servers: Servers, alone: Answers) -> None:
     """So that decode is the one that was started first."""
     prefill = servers.prefill
-    failing, recomputing = (
-        Router(prefill, decode) for decode in (servers.failing, servers.recomputing)
-    )
+    lost = []
     if prefill.ours:  # the other connector learns of it by a timeout
-        tickets = [failing.tickets()[1] for _ in PROMPTS]
-        lost = [
-            asyncio.create_task(router.decode.complete(prompt, TOKENS, source))
-            for router in (failing, recomputing)
-            for prompt, source in zip(PROMPTS, tickets, strict=True)
-        ]
-        for router in (failing, recomputing):
-            await router.decode.until("num_requests_waiting", len(PROMPTS))
+        for decode in (servers.failing, servers.recomputing):
+            answers, _ = await Router(prefill, decode).decode_waits(PROMPTS, TOKENS)
+            lost.append(answers)
     prefill.kill()
     if prefill.ours:
-        answers = await asyncio.gather(*lost)
-        assert [answer.status for answer in answers[: len(PROMPTS)]] == [500] * len(PROMPTS)
-        assert contents(list(answers[len(PROMPTS) :])) == contents(alone)
+        failed, recomputed = [await asyncio.gather(*answers) for answers in lost]
+        assert [answer.status for answer in failed] == [500] * len(PROMPTS)
+        assert contents(recomputed) == contents(alone)
     prefill.start()
     await asyncio.to_thread(prefill.wait)
     await check(servers, alone)
