@@ -50,10 +50,15 @@ struct Connection {
         target = UniqueFd(::accept(listener.get(), nullptr, nullptr));
     }
 
-    // As many bytes as go in, without waiting.
-    void fill(std::uint8_t value) const {
+    // Without waiting; false if nothing went in.
+    bool send_some(std::uint8_t value) const {
         const std::vector<std::uint8_t> data(std::size_t{1} << 16, value);
-        while (::send(initiator.get(), data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+        return ::send(initiator.get(), data.data(), data.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0;
+    }
+
+    // Until no more goes in, which needs a target that does not receive meanwhile.
+    void fill(std::uint8_t value) const {
+        while (send_some(value)) {
         }
     }
 };
@@ -151,7 +156,7 @@ TEST(GuardedReceive, NothingIsStoredAfterAResetUnderAStoppedThread) {
         const auto end = std::chrono::steady_clock::now() +
                          std::chrono::microseconds(std::uniform_int_distribution(0, 3000)(random));
         while (shared->received == 0 || std::chrono::steady_clock::now() < end) {
-            connection.fill(1);
+            connection.send_some(1);
         }
         ::kill(child, SIGSTOP);
         int status = 0;
