@@ -65,7 +65,7 @@ GUEST_RESULTS := build/softroce/results
 help:
 	@echo "make demo            run examples/kv_push.py"
 	@echo "make test            Python and native tests"
-	@echo "make test-llm        the example with a transformer; installs PyTorch"
+	@echo "make test-llm        what needs PyTorch, which it installs"
 	@echo "make test-vllm       two real servers of vLLM; installs it, 4 GB"
 	@echo "make test-softroce   tests of RDMA, in a guest with Soft-RoCE devices"
 	@echo "make bench           figures beside what the bare machine does; BENCH=options"
@@ -85,6 +85,7 @@ test: $(DONE)/package $(DONE)/test-packages native-tests
 
 test-llm: $(DONE)/package $(DONE)/test-packages $(DONE)/llm-packages
 	$(BIN)/python -m pytest tests/llm
+	TEST_TORCH=1 $(BIN)/python -m pytest tests/integrations/vllm
 
 test-vllm: $(DONE)/test-packages $(VLLM)/.done/package $(VLLM)/model
 	$(BIN)/python -m pytest tests/vllm_serve

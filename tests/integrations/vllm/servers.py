@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from integrations.processes import TESTS, until
+from integrations.vllm.tensors import as_tensor
 
 from aioflagcx import Config
 from aioflagcx.integrations.vllm.caches import GroupSpec
@@ -36,23 +37,6 @@ from aioflagcx.kv import CacheLayout
 Bytes = npt.NDArray[np.uint8]
 
 TOKENS, WIDTH = 4, 32
-
-
-class FakeTensor:
-    """An array as a torch.Tensor."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
-        self.shape = array.shape
-
-    def data_ptr(self) -> int:
-        return int(self.array.ctypes.data)
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.array.itemsize for step in self.array.strides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +86,7 @@ class Server:
             config=Config(devices="soft", soft_paths=("process", path)),
         )
         tensors = {
-            name: FakeTensor(layer)
+            name: as_tensor(layer)
             for index, (group, cache) in enumerate(zip(groups, self.caches, strict=True))
             for name, layer in zip(group.names(index), cache, strict=True)
         }

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integrations.vllm.servers import FakeTensor
+from integrations.vllm.tensors import as_tensor
 
 from aioflagcx.integrations.vllm.caches import GroupSpec, cache_layout
 from aioflagcx.integrations.vllm.options import Options
@@ -16,7 +16,7 @@ BLOCKS, HEADS, TOKENS, WIDTH = 6, 4, 8, 16
 
 
 def group_of(array: Any, *, blocks: int = BLOCKS, heads: int = HEADS) -> CacheGroup:
-    layout = cache_layout({"a": FakeTensor(array)}, [GroupSpec(("a",), blocks, heads)], 0, 1)
+    layout = cache_layout({"a": as_tensor(array)}, [GroupSpec(("a",), blocks, heads)], 0, 1)
     return layout.groups[0]
 
 
@@ -68,7 +68,7 @@ def test_blocks_that_the_device_divides_are_put_together() -> None:
 
 def test_layers_may_lie_within_each_other() -> None:
     rows = np.zeros((BLOCKS, 2, HEADS, TOKENS, WIDTH), np.int8)
-    tensors = {"a": FakeTensor(rows[:, 0]), "b": FakeTensor(rows[:, 1])}
+    tensors = {"a": as_tensor(rows[:, 0]), "b": as_tensor(rows[:, 1])}
     [group] = cache_layout(tensors, [GroupSpec(("b", "a"), BLOCKS, HEADS)], 0, 1).groups
     assert group.stride == 2 * group.block_bytes
     assert group.layers == ((rows[:, 1].ctypes.data,), (rows.ctypes.data,))
@@ -91,8 +91,8 @@ def test_a_cache_of_another_kind_is_refused_by_layer_and_shape(array: Any, words
 
 def test_layers_of_a_group_are_there_and_alike() -> None:
     spec = [GroupSpec(("a", "b"), BLOCKS, HEADS)]
-    one = FakeTensor(np.zeros((BLOCKS, HEADS, TOKENS, WIDTH), np.int8))
-    other = FakeTensor(np.zeros((BLOCKS, HEADS, TOKENS, WIDTH), np.int16))
+    one = as_tensor(np.zeros((BLOCKS, HEADS, TOKENS, WIDTH), np.int8))
+    other = as_tensor(np.zeros((BLOCKS, HEADS, TOKENS, WIDTH), np.int16))
     with pytest.raises(ValueError, match="layer b has no KV cache"):
         cache_layout({"a": one}, spec, 0, 1)
     with pytest.raises(ValueError, match="layers a and b share block ids, but their blocks differ"):

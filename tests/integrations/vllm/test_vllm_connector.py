@@ -13,7 +13,8 @@ import pytest
 from integrations.processes import until
 from integrations.vllm import fake_vllm
 from integrations.vllm.fake_vllm import AttentionSpec, MLAAttentionSpec, Role, SlidingWindowSpec
-from integrations.vllm.servers import FakeTensor, free_ports
+from integrations.vllm.servers import free_ports
+from integrations.vllm.tensors import as_tensor
 
 from aioflagcx.integrations.vllm.caches import GroupSpec
 
@@ -71,7 +72,7 @@ class Side:
         cache_config = caches(AttentionSpec(num_kv_heads=HEADS))
         self.scheduler = connector(config(role, port), Role.SCHEDULER, cache_config)
         self.worker = connector(config(role, port), Role.WORKER, cache_config)
-        self.worker.register_kv_caches({"layer0": FakeTensor(self.cache)})
+        self.worker.register_kv_caches({"layer0": as_tensor(self.cache)})
 
     def step(self) -> Any:
         """What the worker answers to what the scheduler wants."""
