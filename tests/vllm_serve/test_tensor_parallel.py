@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from vllm_serve.servers import Router, Server, running
-from vllm_serve.test_vllm_serve import PROMPTS, TOKENS, contents
+from vllm_serve.test_vllm_serve import TOKENS, contents, prompts
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -42,10 +42,13 @@ async def test_each_rank_gets_its_heads(
 ) -> None:
     prefill, decode = servers[0][prefill_ranks], servers[1][decode_ranks]
     router = Router(prefill, decode, prefill_ranks)
-    # One after the other: vLLM's ranks spin while a prompt of theirs waits to be fetched, and those
-    # of the other server need the processors.
-    alone = [await decode.complete(prompt, TOKENS) for prompt in PROMPTS]
-    answers = [await router.prefill_first(prompt, TOKENS) for prompt in PROMPTS]
+    # Others than before, and first by way of prefill: their blocks must not have been at decode
+    # already. One after the other: vLLM's ranks spin while a prompt of theirs waits to be fetched,
+    # and those of the other server need the processors.
+    asked = prompts(f"{prefill_ranks} to {decode_ranks}")
+    answers = [await router.prefill_first(prompt, TOKENS) for prompt in asked]
+    alone = [await decode.complete(prompt, TOKENS) for prompt in asked]
+    assert [answer.status for answer in alone] == [200] * len(asked)
     assert contents(answers) == contents(alone)
     for server in (prefill, decode):
         await server.until("kv_cache_usage_perc", 0)
