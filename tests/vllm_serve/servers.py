@@ -48,7 +48,6 @@ class Server:
         log: Path,
         policy: str = "fail",
         fault: Path | None = None,
-        options: tuple[str, ...] = (),
     ) -> None:
         """``policy``: vLLM's ``kv_load_failure_policy``. ``fault``: see faults/faults.py."""
         self.ours = connector == "AioFlagcxConnector"
@@ -88,7 +87,7 @@ class Server:
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16",
             "--block-size", "32", "--no-enable-prefix-caching", "--enforce-eager",
             "--max-model-len", "2048", "--max-num-seqs", "1",
-            "--kv-transfer-config", json.dumps(transfer), *options,
+            "--kv-transfer-config", json.dumps(transfer),
         ]  # fmt: skip
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -174,11 +173,9 @@ def _shims() -> str:
 class Router:
     """Sends requests to one prefill and one decode server."""
 
-    def __init__(self, prefill: Server, decode: Server, ranks: int = 1) -> None:
-        """``ranks``: prefill's tensor-parallel size."""
+    def __init__(self, prefill: Server, decode: Server) -> None:
         self.prefill = prefill
         self.decode = decode
-        self._ranks = ranks
 
     def tickets(self) -> tuple[Params, Params]:
         """``kv_transfer_params`` of a request, for prefill and for decode."""
@@ -189,7 +186,7 @@ class Router:
             source |= {
                 "remote_host": "127.0.0.1",
                 "remote_port": side,
-                "remote_tp_size": self._ranks,
+                "remote_tp_size": 1,
             }
         else:
             address = f"http://127.0.0.1:{side}"
