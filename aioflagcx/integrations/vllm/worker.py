@@ -45,7 +45,7 @@ class Worker:
         self._rank = rank
         self._ranks = ranks
         self._roles = prefill, decode
-        config = config or Config()
+        config = Config.from_env() if config is None else config
         if options.devices is not None:
             config = dataclasses.replace(config, devices=options.devices)
         self._config = config

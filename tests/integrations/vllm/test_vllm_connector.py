@@ -16,6 +16,7 @@ from integrations.vllm.fake_vllm import AttentionSpec, MLAAttentionSpec, Role, S
 from integrations.vllm.servers import free_ports
 from integrations.vllm.tensors import as_tensor
 
+from aioflagcx.errors import ConfigError
 from aioflagcx.integrations.vllm.caches import GroupSpec
 
 BLOCKS, HEADS, TOKENS, WIDTH = 8, 2, 4, 16
@@ -126,6 +127,15 @@ def test_replicas_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     )
     _, params = scheduler.request_finished(request({"do_remote_decode": True}), [1])
     assert params["remote_port"] == 5008
+
+
+def test_the_engine_has_the_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = fake_vllm.install(monkeypatch)
+    monkeypatch.setenv("AIOFLAGCX_CONNECT_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="AIOFLAGCX_CONNECT_TIMEOUT"):
+        connector(
+            config("kv_producer", 5000), Role.WORKER, caches(AttentionSpec(num_kv_heads=HEADS))
+        )
 
 
 @pytest.mark.parametrize("what", ["pipeline_parallel_size", "decode_context_parallel_size"])
