@@ -1,8 +1,10 @@
 """Promise 9: the event loop is never blocked and never starved.
 
-Each test has a task that wants to run every millisecond. How late it came is reported; since a
-busy machine is late by itself, what must hold in the best of several rounds is strict, what must
-hold in all of them is generous, and both yield to how late the ticker is without any work.
+Each test has a task that wants to run every millisecond. How late it came is reported. A busy
+machine is late by itself, in any round; what our work blocks, it blocks in each of them. So what
+must hold in the best of several rounds is strict, what must hold in most is generous, what must
+hold in all of them only rules out that something waits for another's time limit, and all three
+yield to how late the ticker is without any work.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ROUNDS = 3
 BEST_ROUND = 0.02
 """Seconds that the worst delay of the best round may have: what blocks the loop by itself does
 so in every round."""
-ANY_ROUND = 0.25
+MOST_ROUNDS = 0.25
+ANY_ROUND = 2.0
 ALONE = 0.1
 """Seconds for which the ticker runs without any work, before each round."""
 
@@ -39,7 +42,6 @@ async def check(
     report: Report,
     work: Callable[[int], Awaitable[object]],
     best_round: float = BEST_ROUND,
-    any_round: float = ANY_ROUND,
 ) -> None:
     alone, worst, delays = [], [], []
     for round_ in range(ROUNDS):
@@ -56,7 +58,8 @@ async def check(
     report("worst delay", max(worst) * 1e3, "ms")
     report("worst delay without any work", max(alone) * 1e3, "ms")
     assert min(worst) < max(best_round, 2 * max(alone))
-    assert max(worst) < max(any_round, 10 * max(alone))
+    assert percentile(worst, 50) < max(MOST_ROUNDS, 10 * max(alone))
+    assert max(worst) < max(ANY_ROUND, 10 * max(alone))
 
 
 async def test_a_ticker_keeps_time_beside_8192_piece_writes(lab: Lab, report: Report) -> None:
@@ -146,7 +149,7 @@ async def test_a_ticker_keeps_time_beside_the_registration_of_30000_regions(
 
     for engine in engines:
         await peer.run(connect, engine.session_id)
-    # Python's garbage collector may look at all objects of the process meanwhile.
+    # Python's garbage collector may look at all objects of this module's tests meanwhile.
     await check(report, register, best_round=0.05)
 
 
