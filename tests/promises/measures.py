@@ -15,6 +15,10 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 
+SLACK = 1.5
+"""Seconds that a busy machine may add to what is promised: much less than any time limit that is
+not the one a test is about."""
+
 
 def random_bytes(size: int, seed: int) -> Bytes:
     """Bytes of which no part is like another."""
