@@ -21,6 +21,12 @@ _logger = logging.getLogger(__name__)
 _WAIT = 20.0
 """Seconds that a question stays open at the directory."""
 
+_CONNECTIONS = 500
+"""With the directory. Where more rooms are looked for, they take turns."""
+
+_TURN = 1.0
+"""Seconds that a question stays open then."""
+
 _ANSWER = 5.0
 """Seconds beyond that in which it must answer."""
 
@@ -39,6 +45,8 @@ class DirectoryClient:
         require_aiohttp()
         self._url = address.rstrip("/") if "://" in address else f"http://{address}"
         self._http: aiohttp.ClientSession | None = None
+        self._finding = 0
+        """Rooms that are looked for."""
         # By room: of two senders that follow each other the first leaves before the second comes.
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -46,8 +54,10 @@ class DirectoryClient:
         """To be called on the event loop."""
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=_WAIT + _ANSWER)
-        self._http = aiohttp.ClientSession(timeout=timeout)
+        # Without the time of waiting for a connection.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER, sock_read=_WAIT + _ANSWER)
+        connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
+        self._http = aiohttp.ClientSession(timeout=timeout, connector=connector)
 
     async def close(self) -> None:
         """Nothing is asked any more."""
@@ -56,8 +66,17 @@ class DirectoryClient:
 
     async def find(self, room: str) -> tuple[str, ...]:
         """The session ids of all prefill ranks of a room; waits for as long as it takes."""
+        self._finding += 1
+        try:
+            return await self._find(room)
+        finally:
+            self._finding -= 1
+
+    async def _find(self, room: str) -> tuple[str, ...]:
         while True:
-            status, answer = await self._ask("GET", f"{_path(room)}?wait={_WAIT:g}")
+            # Some connections are left for those that have something to announce.
+            wait = _WAIT if self._finding < _CONNECTIONS * 0.9 else _TURN
+            status, answer = await self._ask("GET", f"{_path(room)}?wait={wait:g}")
             if status == 200:
                 try:
                     return tuple(_address(one) for one in answer["sessions"])

@@ -126,7 +126,7 @@ class CacheLayout:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks} ranks")
         for index, group in enumerate(self.groups):
-            _check_heads(group.heads, self.ranks)
+            check_heads(group.heads, self.ranks)
             pieces = len(held(group.heads, self.rank, self.ranks)) * group.repeats
             if group.block_bytes % pieces:
                 raise ValueError(
@@ -135,7 +135,8 @@ class CacheLayout:
                 )
 
 
-def _check_heads(heads: int, ranks: int) -> None:
+def check_heads(heads: int, ranks: int) -> None:
+    """Raise ValueError unless so many ranks can have so many heads."""
     if heads % ranks and ranks % heads:
         raise ValueError(f"{heads} heads are not divided evenly among {ranks} ranks")
 
@@ -164,7 +165,7 @@ def share(heads: int, src: int, src_ranks: int, dst: int, dst_ranks: int) -> ran
     return both if src % copies == dst % copies else range(0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=65_536)
 def targets(heads: frozenset[int], src: int, src_ranks: int, dst_ranks: int) -> tuple[int, ...]:
     """The decode ranks that prefill rank ``src`` has to do with, in a model of such groups.
 
@@ -210,8 +211,8 @@ def check_fit(src: CacheLayout, dst: CacheLayout) -> None:
                     f"groups[{index}]: {what}: {one!r} on prefill, {other!r} on decode; blocks "
                     "must hold the same tokens in the same order on both sides"
                 )
-        _check_heads(ours.heads, src.ranks)
-        _check_heads(theirs.heads, dst.ranks)
+        check_heads(ours.heads, src.ranks)
+        check_heads(theirs.heads, dst.ranks)
 
 
 def _head_bytes(group: CacheGroup, layout: CacheLayout) -> int:

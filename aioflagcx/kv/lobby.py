@@ -1,7 +1,8 @@
 """Decode ranks that prefill has no sender for: those that come before it, and those after.
 
-What they say is kept until the sender is made, or until they have given up by themselves. All of it
-belongs to the manager's event loop.
+What they say is kept until the sender is made, or until they have given up by themselves: a decode
+may wait for longer than prefill does, and says so when it does not wait any more. Who has died does
+not, and is looked for now and then. All of it belongs to the manager's event loop.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import math
 
 from .messages import Abort, Start
@@ -38,15 +40,22 @@ class Offers:
     def __init__(self) -> None:
         self.starts: dict[int, tuple[Start, Wire]] = {}
         """By rank, the last word of each."""
+        self.engine_ids: dict[int, str] = {}
+        """By rank, who has said it."""
         self.aborted: tuple[int, str] | None = None
         """By which decode rank, and why."""
         self.bytes = 0
         self.expiry: asyncio.TimerHandle | None = None
 
-    def put(self, start: Start, wire: Wire) -> None:
+    def put(self, start: Start, wire: Wire, engine_id: str) -> None:
         """In place of what this rank has said before."""
         self.starts[start.layout.rank] = start, wire
+        self.engine_ids[start.layout.rank] = engine_id
         self.aborted = None
+        self.count()
+
+    def count(self) -> None:
+        """Its bytes anew."""
         self.bytes = sum(_bytes_of(start) for start, _ in self.starts.values())
 
 
@@ -65,7 +74,8 @@ class Lobby:
     """All such rooms of a manager."""
 
     def __init__(self, patience: float | None) -> None:
-        """``patience``: seconds after which a decode has given up; None: it never does."""
+        """``patience``: seconds after which it is looked whether a decode is still there, and in
+        which the end of a room is remembered; None: no such look, and for ever."""
         self._patience = patience
         self._offers: dict[str, Offers] = {}
         self._bytes = 0
@@ -74,21 +84,44 @@ class Lobby:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def put(self, start: Start, wire: Wire) -> str | None:
-        """Keep it for the sender that comes; why not, or None."""
+    def put(self, start: Start, wire: Wire, engine_id: str) -> str | None:
+        """Keep what this engine says for the sender that comes; why not, or None."""
         offers = self._offers.get(start.room)
         full = offers is None and len(self._offers) >= MAX_ROOMS
         if full or self._bytes + _bytes_of(start) > MAX_BYTES:
             return f"{len(self._offers)} rooms wait for their senders"
         if offers is None:
             offers = self._offers[start.room] = Offers()
-            if self._patience is not None:
-                loop = asyncio.get_running_loop()
-                offers.expiry = loop.call_later(self._patience, self._drop, start.room)
+            self._wait(start.room, offers)
         self._bytes -= offers.bytes
-        offers.put(start, wire)
+        offers.put(start, wire, engine_id)
         self._bytes += offers.bytes
         return None
+
+    def _wait(self, room: str, offers: Offers) -> None:
+        if self._patience is not None:
+            loop = asyncio.get_running_loop()
+            offers.expiry = loop.call_later(self._patience, self._look, room, offers)
+
+    def _look(self, room: str, offers: Offers) -> None:
+        if offers.aborted is not None:
+            self._drop(room)
+            return
+        for rank, (start, wire) in offers.starts.items():
+            found = functools.partial(self._found, room, offers, start)
+            wire.look(offers.engine_ids[rank], found)
+        self._wait(room, offers)
+
+    def _found(self, room: str, offers: Offers, start: Start, alive: bool) -> None:
+        known = offers.starts.get(start.layout.rank)
+        if alive or self._offers.get(room) is not offers or known is None or known[0] is not start:
+            return
+        self._bytes -= offers.bytes
+        del offers.starts[start.layout.rank]
+        offers.count()
+        self._bytes += offers.bytes
+        if not offers.starts:
+            self._drop(room)
 
     def abort(self, abort: Abort) -> None:
         """A decode rank has given up before its sender came."""

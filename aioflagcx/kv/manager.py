@@ -425,7 +425,7 @@ class KVManager:
                     self._refuse(message, wire, words)  # or it would try again
                 return words
             if isinstance(message, Start):
-                return self._heard_start(message, wire)
+                return self._heard_start(message, wire, notification.engine_id)
             return self._heard_abort(message, wire)
         if self.role != "decode":
             return f"this is a {self.role} server, not decode"
@@ -437,7 +437,7 @@ class KVManager:
         wants = wants or (isinstance(message, Done) and message.id not in self._handed_over)
         return "decode is through with the room" if wants else None
 
-    def _heard_start(self, start: Start, wire: Wire) -> str | None:
+    def _heard_start(self, start: Start, wire: Wire, engine_id: str) -> str | None:
         if not self._open:
             return "the server is closing"
         reason = self._lobby.reason(start)
@@ -448,7 +448,7 @@ class KVManager:
         if isinstance(half, KVSender) and half.error is None:
             half.offered(start, wire)
             return None
-        return self._lobby.put(start, wire)
+        return self._lobby.put(start, wire, engine_id)
 
     def _heard_abort(self, abort: Abort, wire: Wire) -> str | None:
         half = self._rooms.get(abort.room)

@@ -18,9 +18,10 @@ from ..errors import (
     ProtocolError,
 )
 from ..session import Session
+from ..waiting import Timeout
 from .messages import Message, encode
 
-__all__ = ["NAME", "NO_MESSAGE", "Watcher", "Wire", "Wires"]
+__all__ = ["NAME", "NO_MESSAGE", "Watcher", "Wire", "Wires", "connected"]
 
 NAME = "aioflagcx.kv"
 """Of all notifications between managers."""
@@ -36,6 +37,22 @@ again, or it is dead: a session can end without its peer."""
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16)
 """Seconds between attempts to connect which the peer itself has ended; longer than fences that
 follow each other."""
+
+
+async def connected(engine: Engine, session_id: str, timeout: Timeout) -> Session:
+    """A session with a peer, again if it ends it at once; raises as :meth:`Engine.connect` does."""
+    pauses = iter(_PAUSES)
+    while True:
+        try:
+            return await engine.connect(session_id, timeout=timeout)
+        except (ConnectTimeout, HostUnreachable, AuthenticationError, ProtocolError):
+            raise
+        except ConnectError as error:
+            # Somebody is there and ended it: as when it fences us, for other rooms, again.
+            pause = next(pauses, None)
+            if pause is None or isinstance(error.cause, ConnectionRefusedError):
+                raise
+        await asyncio.sleep(pause)
 
 
 class Watcher(Protocol):
@@ -62,7 +79,7 @@ class Wire:
 
     async def session(self, timeout: float | None) -> Session:
         """The session with the peer; a :class:`~aioflagcx.errors.ConnectError` if there is none."""
-        session = await self._connect(timeout)
+        session = await connected(self._engine, self.id, timeout)
         known = self._session
         if session is not known:
             self._session = session
@@ -70,20 +87,6 @@ class Wire:
                 self._end("another process answers at its address")
             session._link.watch(lambda reason: self._ended(session, reason))
         return session
-
-    async def _connect(self, timeout: float | None) -> Session:
-        pauses = iter(_PAUSES)
-        while True:
-            try:
-                return await self._engine.connect(self.id, timeout=timeout)
-            except (ConnectTimeout, HostUnreachable, AuthenticationError, ProtocolError):
-                raise
-            except ConnectError as error:
-                # Somebody is there and ended it: as when it fences us, for other rooms, again.
-                pause = next(pauses, None)
-                if pause is None or isinstance(error.cause, ConnectionRefusedError):
-                    raise
-            await asyncio.sleep(pause)
 
     async def tell(self, message: Message, timeout: float | None) -> None:
         """Have the peer take a message, connecting within ``timeout`` if need be.
@@ -102,6 +105,19 @@ class Wire:
                 await asyncio.sleep(pause)
             else:
                 return
+
+    def look(self, engine_id: str, found: Callable[[bool], object]) -> None:
+        """Tell whether the engine with this id still answers here."""
+
+        async def looking() -> None:
+            try:
+                session = await self.session(self._engine._config.connect_timeout)
+            except AioFlagcxError:
+                found(False)
+            else:
+                found(session.peer_engine_id == engine_id)
+
+        self._spawn(looking())
 
     def watch(self, watcher: Watcher, found_again: Callable[[], object] = lambda: None) -> None:
         """Tell it when the peer, which has been connected to, is lost.

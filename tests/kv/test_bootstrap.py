@@ -23,6 +23,7 @@ from aioflagcx import Engine
 from aioflagcx.cli import main
 from aioflagcx.errors import HandoverError
 from aioflagcx.kv import bootstrap
+from aioflagcx.kv import directory as questions
 from aioflagcx.kv.bootstrap import Directory
 
 
@@ -244,6 +245,23 @@ async def test_a_room_that_nobody_announces_is_waited_for_only_so_long(address: 
     async with Server.open("decode", directory=address, bootstrap_timeout=0.2) as decode:
         with pytest.raises(HandoverError, match=r"prefill did not answer within 0\.2 s"):
             await decode.manager.receiver("r").start([0])
+
+
+async def test_more_rooms_than_connections_take_turns(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "_CONNECTIONS", 3)
+    monkeypatch.setattr(questions, "_TURN", 0.01)
+    client = questions.DirectoryClient(address)
+    client.open()
+    waiting = [asyncio.create_task(client.find(f"queued {index}")) for index in range(9)]
+    announced = asyncio.create_task(client.announce("r", 0, 1, "127.0.0.1:5", 30))
+    assert await client.find("r") == ("127.0.0.1:5",)
+    assert not any(task.done() for task in waiting)
+    for task in (announced, *waiting):
+        task.cancel()
+    await asyncio.wait([announced, *waiting])
+    await client.close()
 
 
 async def test_a_directory_that_comes_late_is_waited_for(directory: Directory) -> None:

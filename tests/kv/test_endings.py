@@ -382,6 +382,38 @@ async def test_who_waits_for_a_sender_hears_that_the_server_closes(pair: Pair) -
             await receiver.done()
 
 
+async def test_a_decode_that_waits_for_longer_than_prefill_does_is_not_forgotten(
+    pair: Pair,
+) -> None:
+    _, decode = pair
+    memory = np.zeros(LAYERS * BLOCKS * BLOCK, np.uint8)
+    async with Server.open("prefill", memory, bootstrap_timeout=0.02) as prefill:
+        receiver = decode.manager.receiver("r", prefill.manager.session_id)
+        await receiver.start([5])
+        await until(lambda: len(prefill.manager._lobby) == 1)
+        offers = prefill.manager._lobby._offers["r"]
+        for _ in range(3):  # it is looked for, and found
+            look = offers.expiry
+            await until(lambda look=look: offers.expiry is not look)
+        sender = prefill.manager.sender("r")
+        await sender.send([2])
+        await receiver.done()
+
+
+async def test_a_decode_that_has_died_while_it_waited_is_forgotten(pair: Pair) -> None:
+    layout = pair[1].manager.layout
+    async with Server.open("prefill", bootstrap_timeout=0.02) as prefill:
+        async with Engine() as engine:
+            session = await engine.connect(prefill.manager.session_id)
+            start = messages.Start(bytes(16), "r", 0, 1, layout, (np.zeros(1, np.int64),), b"")
+            await session.notify(NAME, messages.encode(start))
+            await until(lambda: len(prefill.manager._lobby) == 1)
+            port = int(engine.session_id.rpartition(":")[2])
+        async with Engine(port=port):  # another one at the same address
+            await until(lambda: len(prefill.manager._lobby) == 0)
+        assert prefill.manager._lobby._bytes == 0
+
+
 async def test_a_thousand_rooms_leave_nothing_behind(pair: Pair) -> None:
     prefill, decode = pair
     decode.manager.fence_timeout = None  # however long a thousand answers take
