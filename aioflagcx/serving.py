@@ -43,6 +43,11 @@ _LONGEST_NAP = 0.05
 _ENGINE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII | re.IGNORECASE)
 
 
+def is_engine_id(value: object) -> bool:
+    """Whether it looks like one; a session id never does."""
+    return isinstance(value, str) and _ENGINE_ID.fullmatch(value) is not None
+
+
 class Guest:
     """One connection that a peer opened, and the native responder its queue pairs belong to."""
 
@@ -290,7 +295,7 @@ class Serving:
         """
         if not isinstance(peer, str):
             raise TypeError(f"expected a session or engine id, not {type(peer).__name__}")
-        is_engine = _ENGINE_ID.fullmatch(peer)
+        is_engine = is_engine_id(peer)
         peer = peer.lower() if is_engine else format_address(*parse_address(peer))
         guests = [
             guest

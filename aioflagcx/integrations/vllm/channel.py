@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,18 @@ _logger = logging.getLogger(__name__)
 _MAX_FRAME = 64 << 20
 """Bytes of a message; a longer one costs its sender the connection."""
 
+_HEARTBEAT = 5_000
+"""Milliseconds between ZeroMQ's own heartbeats."""
+
+_SILENCE = 30_000
+"""Milliseconds without one after which a connection counts as lost, and is made again."""
+
+_LINGER = 1_000
+"""Milliseconds that a closed socket takes to send what has been said."""
+
+_MAX_IDLE = 256
+"""Sockets to prefill workers with which nothing is under way; the limit of ZeroMQ is 1,023."""
+
 Reply = Callable[[Message], None]
 """Sends to the peer that said something; silently nowhere when it is gone."""
 
@@ -33,6 +46,17 @@ def _send(socket: zmq.asyncio.Socket, frames: list[bytes], peer: str) -> None:
     asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.NOBLOCK)).add_done_callback(sent)
 
 
+def _socket(context: zmq.asyncio.Context, kind: int, host: str) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+    socket.setsockopt(zmq.SNDHWM, 0)  # at a limit it would lose messages
+    socket.setsockopt(zmq.LINGER, _LINGER)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE)
+    return socket
+
+
 class Server:
     """Where decode workers come to."""
 
@@ -45,10 +69,7 @@ class Server:
 
     def open(self, host: str, port: int) -> int:
         """Listen; the port, which is chosen for a ``port`` of 0. OSError names what is in use."""
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket = _socket(self._context, zmq.ROUTER, host)
         address = _address(host, port)
         try:
             if port == 0:
@@ -85,34 +106,65 @@ class Server:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._socket.close()
-            self._context.term()
+            await asyncio.to_thread(self._context.term)
             self._task = self._socket = None
 
 
 class Clients:
-    """Sockets to the side channels of prefill workers, one each, which stay."""
+    """Sockets to the side channels of prefill workers, one each.
+
+    Those in use stay (:meth:`use`, :meth:`leave`), and of the others those used last.
+    """
 
     def __init__(self, hear: Callable[[Message, Reply], None]) -> None:
         """``hear`` gets every message."""
         self._hear = hear
         self._context = zmq.asyncio.Context()
-        self._sockets: dict[str, tuple[zmq.asyncio.Socket, asyncio.Task[None]]] = {}
+        # In the order in which they were used last.
+        self._sockets: collections.OrderedDict[
+            str, tuple[zmq.asyncio.Socket, asyncio.Task[None]]
+        ] = collections.OrderedDict()
+        self._uses: collections.Counter[str] = collections.Counter()
+
+    def use(self, address: str) -> None:
+        """Something is under way with it from now on."""
+        self._uses[address] += 1
+
+    def leave(self, address: str) -> None:
+        """One thing less is."""
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            del self._uses[address]
+        self._close_idle()
 
     def send(self, address: str, message: Message) -> None:
-        """``address``: "host:port"; see :func:`_send`. zmq.ZMQError for one that is none."""
+        """``address``: "host:port"; see :func:`_send`.
+
+        zmq.ZMQError for an address that is none, and when there are too many sockets; ValueError
+        for a text that is no UTF-8.
+        """
+        frame = encode(message)
         if address not in self._sockets:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-            socket.setsockopt(zmq.LINGER, 0)
             host, _, port = address.rpartition(":")
-            socket.setsockopt(zmq.IPV6, int(":" in host))
+            socket = _socket(self._context, zmq.DEALER, host)
             try:
                 socket.connect(_address(host, int(port)))
-            except zmq.ZMQError:
+            except BaseException:  # the context would wait for this socket, too, in the end
                 socket.close()
                 raise
             self._sockets[address] = socket, asyncio.ensure_future(self._run(address, socket))
-        _send(self._sockets[address][0], [encode(message)], address)
+        self._sockets.move_to_end(address)
+        _send(self._sockets[address][0], [frame], address)
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        if len(self._sockets) <= _MAX_IDLE:
+            return
+        idle = [address for address in self._sockets if address not in self._uses]
+        for address in idle[: len(self._sockets) - _MAX_IDLE]:
+            socket, task = self._sockets.pop(address)
+            task.cancel()
+            socket.close()
 
     async def _run(self, address: str, socket: zmq.asyncio.Socket) -> None:
         def reply(message: Message) -> None:
@@ -125,12 +177,13 @@ class Clients:
 
     async def close(self) -> None:
         """Idempotent."""
-        sockets, self._sockets = self._sockets, {}
-        for socket, task in sockets.values():
+        sockets = list(self._sockets.values())
+        self._sockets.clear()
+        for socket, task in sockets:
             task.cancel()
             await asyncio.wait([task])
             socket.close()
-        self._context.term()
+        await asyncio.to_thread(self._context.term)
 
 
 def _hand_on(

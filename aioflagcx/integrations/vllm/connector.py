@@ -87,8 +87,10 @@ class AioFlagcxConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            windows = [_window(group.kv_cache_spec) for group in kv_cache_config.transfer_groups]
-            self._scheduler = SchedulerHalf(options.host, port, ranks, windows)
+            specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+            self._scheduler = SchedulerHalf(
+                options.host, port, ranks, [spec.block_size for spec in specs], map(_window, specs)
+            )
         else:
             ranks = get_tensor_model_parallel_world_size()
             heads = vllm_config.model_config.get_total_num_kv_heads()

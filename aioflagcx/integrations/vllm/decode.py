@@ -20,10 +20,10 @@ from ...engine import Engine
 from ...errors import AioFlagcxError, EngineClosed
 from ...kv import CacheLayout
 from ...kv import messages as kv_messages
-from ...kv.layout import heads_of, senders
+from ...kv.layout import check_heads, heads_of, senders
 from ...kv.wire import Wire, Wires
 from .channel import Clients, Reply
-from .messages import Accepted, Ask, Done, Failed, Fetch, Grant, Message, Release, Stop
+from .messages import Accepted, Ask, Check, Done, Failed, Fetch, Grant, Message, Release, Stop
 from .options import Options
 from .results import Results
 from .scheduler import Load, Source
@@ -32,6 +32,9 @@ from .scheduler import Release as Unwanted
 __all__ = ["DecodeHalf"]
 
 _logger = logging.getLogger(__name__)
+
+_CHECK = 5.0
+"""Seconds after which prefill is asked whether something it said was lost, again and again."""
 
 
 class _Part:
@@ -49,6 +52,7 @@ class _Part:
         """The engine that may write to our blocks."""
         self.quiet = False
         """It has said that it does not write any more."""
+        self.watching: asyncio.Task[Any] | None = None
         self.wire: Wire | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -65,9 +69,9 @@ class _Part:
 class _Loading:
     """A load under way."""
 
-    def __init__(self, load: Load, parts: list[_Part]) -> None:
+    def __init__(self, load: Load) -> None:
         self.load = load
-        self.parts = parts
+        self.parts: list[_Part] = []
         self.given_up = False
         self.aborted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why vLLM does not want it any more."""
@@ -101,7 +105,7 @@ class DecodeHalf:
 
     def load(self, load: Load) -> None:
         """Have it written. It is reported once, whatever becomes of it."""
-        loading = _Loading(load, [_Part(*place) for place in self._places(load.source)])
+        loading = _Loading(load)
         self._loads[load.request_id] = loading
         self._spawn(self._run(loading))
 
@@ -115,15 +119,31 @@ class DecodeHalf:
         """Tell prefill that its blocks are not needed."""
         rank, ranks = self._layout.rank, self._layout.ranks
         message = Release(unwanted.source.transfer, unwanted.request_id, rank, ranks)
-        for _, address in self._places(unwanted.source):
-            try:
-                self._clients.send(address, message)
-            except zmq.ZMQError as error:
-                _logger.warning("request %s: no way to %s: %s", unwanted.request_id, address, error)
+        try:
+            places = self._places(unwanted.source)
+        except ValueError as error:
+            _logger.warning("request %s: not released: %s", unwanted.request_id, error)
+            return
+        for _, address in places:
+            self._try_to_send(address, message, unwanted.request_id)
+
+    def _try_to_send(self, address: str, message: Message, request_id: str) -> None:
+        try:
+            self._clients.send(address, message)
+        except (zmq.ZMQError, ValueError) as error:
+            _logger.warning(
+                "request %s: no %s can be sent to prefill at %s: %s",
+                request_id, type(message).__name__, address, error,
+            )  # fmt: skip
 
     def _places(self, source: Source) -> list[tuple[int, str]]:
-        """Rank and side channel of the prefill workers that we have to do with."""
+        """Rank and side channel of the prefill workers that we have to do with.
+
+        ValueError when there cannot be so many.
+        """
         layout = self._layout
+        for group in layout.groups:
+            check_heads(group.heads, source.ranks)
         ranks = senders(heads_of(layout), layout.rank, layout.ranks, source.ranks)
         return [(rank, f"{source.host}:{source.port + rank}") for rank in ranks]
 
@@ -141,28 +161,33 @@ class DecodeHalf:
         if isinstance(message, Accepted):
             if part.timer is not None:
                 part.timer.cancel()
-            self._spawn(self._watch(part, message.session_id))
+                part.timer = None
+            if part.watching is None:
+                part.watching = self._spawn(self._watch(part, message))
         elif isinstance(message, Ask):
             if loading.given_up:
                 reply(Stop(message.id, "it was given up"))
             else:
                 part.granted = message.engine_id
-                reply(Grant(message.id))
+                reply(Grant(message.id, message.number))
         elif isinstance(message, Done):
             part.quiet = True
             part.end(None)
         else:
-            part.quiet = message.quiet
+            part.quiet = part.quiet or message.quiet
             part.end(message.reason)
 
-    async def _watch(self, part: _Part, session_id: str) -> None:
+    async def _watch(self, part: _Part, engine: Accepted) -> None:
         """Learn of it when prefill's worker dies."""
         try:
-            wire = self._wires.to(session_id)
-            await wire.session(self._options.answer_timeout)
+            wire = self._wires.to(engine.session_id)
+            session = await wire.session(self._options.answer_timeout)
         except (AioFlagcxError, ValueError) as error:
             part.end(f"its engine cannot be reached: {error}")
         else:
+            if session.peer_engine_id != engine.engine_id:
+                part.end(f"another engine answers at {engine.session_id}")
+                return
             if part.id in self._parts:
                 part.wire = wire
                 wire.watch(part)
@@ -171,14 +196,18 @@ class DecodeHalf:
 
     async def _run(self, loading: _Loading) -> None:
         load = loading.load
+        checking = self._spawn(self._check(loading))
         try:
+            loading.parts = [_Part(*place) for place in self._places(load.source)]
             reason = await self._received(loading)
         except (AioFlagcxError, ValueError, zmq.ZMQError) as error:
             reason = f"it could not be asked for: {error}"
         if reason is not None:
             await self._settle(loading, reason)
+        checking.cancel()
         for part in loading.parts:
-            self._parts.pop(part.id, None)
+            if self._parts.pop(part.id, None) is not None:
+                self._clients.leave(part.address)
             if part.timer is not None:
                 part.timer.cancel()
             if part.wire is not None:
@@ -198,6 +227,7 @@ class DecodeHalf:
         limit = self._options.answer_timeout
         for part in loading.parts:
             self._parts[part.id] = loading, part
+            self._clients.use(part.address)
             self._clients.send(part.address, self._fetch(loading.load, part))
             if limit is not None:
                 part.timer = loop.call_later(
@@ -230,7 +260,24 @@ class DecodeHalf:
             part.id, source.transfer, part.rank, source.ranks, layout, blocks, b""
         )
         engine = self._engine
-        return Fetch(start, engine.session_id, engine.engine_id, load.request_id, self._layers)
+        return Fetch(
+            start, engine.session_id, engine.engine_id, load.request_id, self._layers, load.tokens
+        )
+
+    async def _check(self, loading: _Loading) -> None:
+        """What prefill said while its connection ended and began again is said again."""
+        while True:
+            await asyncio.sleep(_CHECK)
+            for part in loading.parts:
+                if part.quiet or part.id not in self._parts:
+                    continue
+                messages: list[Message] = [Check(part.id)]
+                if loading.given_up:
+                    messages.insert(0, Stop(part.id, "it was given up"))
+                elif part.watching is None:
+                    messages = [self._fetch(loading.load, part)]
+                for message in messages:
+                    self._try_to_send(part.address, message, loading.load.request_id)
 
     async def _settle(self, loading: _Loading, reason: str) -> None:
         """Until nothing can change its blocks."""
@@ -245,7 +292,7 @@ class DecodeHalf:
         self._results.failure("failed_loads", load.request_id, peer, reason)
         for part in loading.parts:
             if part.id in self._parts and not part.over.done():
-                self._clients.send(part.address, Stop(part.id, reason))
+                self._try_to_send(part.address, Stop(part.id, reason), load.request_id)
         busy = [part for part in loading.parts if part.granted is not None and not part.quiet]
         overs = [part.over for part in busy if not part.over.done()]
         if overs:
@@ -271,7 +318,7 @@ class DecodeHalf:
         """Give everything up; nothing can change our blocks when this returns."""
         for request_id in list(self._loads):
             self.abort(request_id, "decode's worker is closing")
-        while self._loads:
+        while self._loads and self._tasks:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in self._tasks:
             task.cancel()

@@ -11,10 +11,14 @@ Everything that a peer says is checked; what is no message raises ValueError.
     decode  <-- Done    --  prefill   everything has landed
     decode  <-- Failed  --  prefill   it has stopped, and whether anything may still be on its way
     decode  -- Release  --> prefill   I want nothing of this request
+    decode  -- Check    --> prefill   how is it going? Accepted, Ask, Done or Failed again
 
 ``id`` belongs to one decode worker's load from one prefill worker. Prefill writes only on sessions
 on which it has asked. So decode knows whom to fence off when it has given a load up: nobody whom
 it has not granted anything, and nobody can come later.
+
+ZeroMQ connects again by itself, but what was on its way when a connection ended is lost, and
+prefill cannot speak to decode before decode has spoken again. So decode checks now and then.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ from typing import Any, ClassVar, TypeAlias
 
 from ...kv import messages as kv_messages
 from ...kv.codec import Codec, boolean, identity
+from ...serving import is_engine_id
 
 __all__ = [
     "Accepted",
     "Ask",
+    "Check",
     "Done",
     "Failed",
     "Fetch",
@@ -40,7 +46,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 
 MAX_TEXT = 4096
 """Characters of any text."""
@@ -62,6 +68,8 @@ class Fetch:
     """Decode's."""
     layers: tuple[tuple[str, ...], ...]
     """Names of each group's layers, in the order of the layout."""
+    tokens: int
+    """Of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +89,17 @@ class Ask:
     KIND: ClassVar[int] = 3
     id: bytes
     engine_id: str
+    number: int
+    """Of the question: it may come twice, and its answer too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
-    """It may."""
+    """It may: the answer to the question of that number."""
 
     KIND: ClassVar[int] = 4
     id: bytes
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +141,15 @@ class Release:
     ranks: int
 
 
-Message: TypeAlias = Fetch | Accepted | Ask | Grant | Stop | Done | Failed | Release
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Decode waits; what has it missed?"""
+
+    KIND: ClassVar[int] = 9
+    id: bytes
+
+
+Message: TypeAlias = Fetch | Accepted | Ask | Grant | Stop | Done | Failed | Release | Check
 
 
 def encode(message: Message) -> bytes:
@@ -166,11 +185,25 @@ def _start(value: Any) -> kv_messages.Start:
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise ValueError(f"expected a text of at most {MAX_TEXT} characters")
+    if value.isprintable():
+        return value
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
 
 
 def _reason(value: Any) -> str:
     return _text(value[:MAX_TEXT] if isinstance(value, str) else value)
+
+
+def _engine_id(value: Any) -> str:
+    if not is_engine_id(value):
+        raise ValueError(f"{_text(value)!r:.80} is no engine's id")
+    return str(value)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a number from 0 up")
+    return value
 
 
 def _rank(value: Any) -> int:
@@ -191,7 +224,7 @@ def _layers(value: Any) -> tuple[tuple[str, ...], ...]:
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "start": _start,
     "session_id": _text,
-    "engine_id": _text,
+    "engine_id": _engine_id,
     "request_id": _text,
     "transfer": _text,
     "layers": _layers,
@@ -200,8 +233,10 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "quiet": boolean,
     "rank": _rank,
     "ranks": _rank,
+    "tokens": _number,
+    "number": _number,
 }
 
 _CODEC: Codec[Message] = Codec(
-    VERSION, (Fetch, Accepted, Ask, Grant, Stop, Done, Failed, Release), _plain, _CHECKS
+    VERSION, (Fetch, Accepted, Ask, Grant, Stop, Done, Failed, Release, Check), _plain, _CHECKS
 )

@@ -18,9 +18,10 @@ from ...engine import Engine
 from ...errors import AioFlagcxError, HandoverError, HandoverTimeout, PeerLost
 from ...kv import CacheLayout
 from ...kv.layout import block_layout, check_fit, heads_of, targets
+from ...kv.wire import connected
 from ...waiting import DEFAULT
 from .channel import Reply
-from .messages import Accepted, Ask, Done, Failed, Fetch, Grant, Message, Release, Stop
+from .messages import Accepted, Ask, Check, Done, Failed, Fetch, Grant, Message, Release, Stop
 from .options import Options
 from .results import Results
 from .scheduler import Offer
@@ -38,6 +39,9 @@ _MAX_GONE = 65_536
 _MAX_ROOMS = 65_536
 """Requests of which decode may speak before they have been computed."""
 
+_MAX_SAID = 16_384
+"""Fetches that are over whose end is remembered, for a decode that has not heard of it."""
+
 _MAX_LAYOUTS = 4096
 """Pairs of a decode worker and a group whose layout is kept."""
 
@@ -49,6 +53,8 @@ class _Writer:
         self.fetch = fetch
         self.reply = reply
         self.granted: asyncio.Future[None] | None = None
+        self.asked = 0
+        """How often: the number of the last question."""
         self.task: asyncio.Task[int] | None = None
         self.stopped: str | None = None
         self.quiet = True
@@ -91,6 +97,7 @@ class PrefillHalf:
         self._rooms: dict[str, _Room] = {}
         self._writers: dict[bytes, tuple[_Room, _Writer]] = {}
         self._gone: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._said: collections.OrderedDict[bytes, Done | Failed] = collections.OrderedDict()
         self._layouts: dict[tuple[CacheLayout, int], BlockLayout | None] = {}
 
     # What the scheduler says -----------------------------------------------------------------
@@ -126,18 +133,53 @@ class PrefillHalf:
             self._fetch(message, reply)
         elif isinstance(message, Release):
             self._release(message)
+        elif isinstance(message, Check):
+            self._check_on(message.id, reply)
         elif isinstance(message, Grant | Stop) and message.id in self._writers:
             _, writer = self._writers[message.id]
             if isinstance(message, Stop):
                 self._stop(writer, f"decode has given it up: {message.reason}")
-            elif writer.granted is not None and not writer.granted.done():
+            elif (
+                writer.granted is not None
+                and not writer.granted.done()
+                and message.number == writer.asked
+            ):
                 writer.granted.set_result(None)
+
+    def _check_on(self, id: bytes, reply: Reply) -> None:
+        """Say again what decode may have missed."""
+        if id in self._writers:
+            _, writer = self._writers[id]
+            writer.reply = reply  # the way to decode may be another one now
+            self._accept(writer)
+            if writer.granted is not None and not writer.granted.done():
+                self._put_question(writer)
+        elif id in self._said:
+            reply(self._said[id])
+        else:
+            # It may have been another process, of which we do not know whether it has stopped.
+            reply(Failed(id, "prefill does not know of this fetch", False))
+
+    def _accept(self, writer: _Writer) -> None:
+        engine = self._engine
+        writer.reply(Accepted(writer.fetch.start.id, engine.session_id, engine.engine_id))
+
+    def _put_question(self, writer: _Writer) -> None:
+        writer.reply(Ask(writer.fetch.start.id, self._engine.engine_id, writer.asked))
+
+    def _end_with(self, end: Done | Failed, reply: Reply) -> None:
+        self._said[end.id] = end
+        while len(self._said) > _MAX_SAID:
+            self._said.popitem(last=False)
+        reply(end)
 
     def _fetch(self, fetch: Fetch, reply: Reply) -> None:
         start = fetch.start
-        if start.id in self._writers:
+        if start.id in self._writers or start.id in self._said:
+            self._check_on(start.id, reply)
             return
-        reply(Accepted(start.id, self._engine.session_id, self._engine.engine_id))
+        writer = _Writer(fetch, reply)
+        self._accept(writer)
         room = None
         reason = self._gone.get(start.room)
         if reason is None and self._crowded(start.room):
@@ -151,12 +193,11 @@ class PrefillHalf:
         if reason is not None or room is None:
             reason = reason or "it is over"
             self._failure(fetch, reason)
-            reply(Failed(start.id, reason, True))
+            self._end_with(Failed(start.id, reason, True), reply)
             if room is not None:
                 self._ended_with(room, start.layout.rank, start.layout.ranks)
             return
         room.ranks = start.layout.ranks
-        writer = _Writer(fetch, reply)
         room.writers[start.id] = writer
         self._writers[start.id] = room, writer
         writer.task = asyncio.ensure_future(self._write(room, writer))
@@ -196,7 +237,7 @@ class PrefillHalf:
         if not layouts:
             return 0
         for tries_left in range(_TRIES - 1, -1, -1):
-            session = await engine.connect(fetch.session_id)
+            session = await connected(engine, fetch.session_id, DEFAULT)
             if session.peer_engine_id != fetch.engine_id:
                 raise HandoverError("another engine answers at decode's address")
             await self._ask(writer)
@@ -215,15 +256,24 @@ class PrefillHalf:
 
     async def _ask(self, writer: _Writer) -> None:
         writer.granted = asyncio.get_running_loop().create_future()
-        writer.reply(Ask(writer.fetch.start.id, self._engine.engine_id))
+        writer.asked += 1
+        self._put_question(writer)
         limit = self._options.answer_timeout
         done, _ = await asyncio.wait([writer.granted], timeout=limit)
         if not done:
-            raise HandoverTimeout(f"decode did not answer within {limit} s")
+            raise HandoverTimeout(
+                f"decode at {writer.fetch.session_id} did not answer within {limit:g} s "
+                "(answer_timeout) whether its blocks may be written to"
+            )
 
     def _pieces(
         self, offer: Offer, fetch: Fetch
     ) -> tuple[list[BlockLayout], list[object], list[object]]:
+        if offer.tokens != fetch.tokens:
+            raise HandoverError(
+                f"prefill has computed a prompt of {offer.tokens} tokens, decode's has "
+                f"{fetch.tokens}: send the same prompt to both"
+            )
         layouts: list[BlockLayout] = []
         src: list[object] = []
         dst: list[object] = []
@@ -272,10 +322,10 @@ class PrefillHalf:
                 sent_bytes=task.result(),
                 sent_seconds=time.monotonic() - writer.begun,
             )
-            writer.reply(Done(start.id))
+            self._end_with(Done(start.id), writer.reply)
         else:
             self._failure(fetch, reason)
-            writer.reply(Failed(start.id, reason, writer.quiet))
+            self._end_with(Failed(start.id, reason, writer.quiet), writer.reply)
         del self._writers[start.id], room.writers[start.id]
         self._ended_with(room, start.layout.rank, start.layout.ranks)
 

@@ -6,7 +6,7 @@ named in :class:`Request` are used. Belongs to the scheduler's thread.
 The parameters of a request, ``kv_transfer_params``:
 
 - on prefill: ``do_remote_decode`` true, and optionally ``transfer_id``, by default the request's
-  id. The answer has the parameters for decode.
+  id; at most :data:`.MAX_ROOM` bytes. The answer has the parameters for decode.
 - on decode: ``do_remote_prefill`` true, ``transfer_id``, ``remote_host`` and ``remote_port`` of
   prefill's side channel, ``remote_tp_size`` (by default our own). A router that chooses
   ``transfer_id`` itself can send to both sides at once.
@@ -19,9 +19,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from ...kv.messages import MAX_ROOM
+
 __all__ = ["Load", "Offer", "Release", "Request", "SchedulerHalf", "Step"]
 
 _logger = logging.getLogger(__name__)
+
+MAX_RANKS = 256
+"""Of a prefill: each may need a socket of its own."""
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """States of requests that have their whole cache."""
@@ -54,6 +59,8 @@ class Load:
     request_id: str
     source: Source
     blocks: tuple[tuple[int, ...], ...]
+    tokens: int
+    """Of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +73,13 @@ class Release:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """Prefill: these blocks have been computed and may be fetched."""
+    """Prefill: these blocks, of the whole prompt, have been computed and may be fetched."""
 
     request_id: str
     transfer: str
     blocks: tuple[tuple[int, ...], ...]
+    tokens: int
+    """Of the prompt."""
 
 
 @dataclasses.dataclass
@@ -89,13 +98,22 @@ class Step:
 class SchedulerHalf:
     """Decides; the workers of a :class:`Step` carry it out."""
 
-    def __init__(self, host: str, port: int, ranks: int, windows: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        ranks: int,
+        block_sizes: Sequence[int],
+        windows: Iterable[int] | None = None,
+    ) -> None:
         """``host``, ``port``: of our rank 0's side channel. ``ranks``: tensor-parallel ranks.
-        ``windows``: of each group, how many of a request's last blocks are of use; 0: all."""
+        ``block_sizes``: tokens of a block, of each group. ``windows``: of each group, how many of a
+        prompt's last blocks are of use; 0, the default: all."""
         self._host = host
         self._port = port
         self._ranks = ranks
-        self._windows = tuple(windows)
+        self._block_sizes = tuple(block_sizes)
+        self._windows = (0,) * len(self._block_sizes) if windows is None else tuple(windows)
         self._step = Step()
         self._loading: set[str] = set()
 
@@ -119,7 +137,9 @@ class SchedulerHalf:
             self._step.releases.append(Release(request.request_id, source))
             return
         self._loading.add(request.request_id)
-        self._step.loads.append(Load(request.request_id, source, self._clip(blocks)))
+        self._step.loads.append(
+            Load(request.request_id, source, self._clip(blocks), request.num_prompt_tokens)
+        )
 
     def step(self) -> Step:
         """All that was decided since the last call."""
@@ -150,11 +170,20 @@ class SchedulerHalf:
             return False, None
         if not params or not params.get("do_remote_decode"):
             return False, None
-        transfer = str(params.get("transfer_id") or request_id)
+        try:
+            transfer = _transfer(params.get("transfer_id") or request_id)
+        except ValueError as error:
+            _logger.warning("request %s: nobody can fetch its KV cache: %s", request_id, error)
+            return False, None
         if _state(request) not in _COMPUTED or not any(blocks):
             self._step.dropped.append((transfer, f"prefill ended it: {_state(request)}"))
             return False, None
-        self._step.offers.append(Offer(request_id, transfer, self._clip(blocks)))
+        tokens = request.num_prompt_tokens
+        # More than one token may have been generated, or room made for some.
+        prompt = [
+            ids[: -(-tokens // size)] for ids, size in zip(blocks, self._block_sizes, strict=True)
+        ]
+        self._step.offers.append(Offer(request_id, transfer, self._clip(prompt), tokens))
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -169,11 +198,13 @@ class SchedulerHalf:
         if not params or not params.get("do_remote_prefill"):
             return None
         try:
-            transfer, host = str(params["transfer_id"]), str(params["remote_host"])
+            transfer, host = _transfer(params["transfer_id"]), params["remote_host"]
+            if not isinstance(host, str) or not host:
+                raise ValueError(f"remote_host {host!r} is no address")
             port, ranks = int(params["remote_port"]), int(params.get("remote_tp_size", self._ranks))
-            if not 0 < port + ranks <= 65_536 or ranks < 1:
+            if not 0 < ranks <= MAX_RANKS or not 0 < port <= 65_536 - ranks:
                 raise ValueError(f"remote_port {port} and remote_tp_size {ranks}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             _logger.warning(
                 "request %s: kv_transfer_params %r is no source of its KV cache (%r); it is "
                 "computed here", request.request_id, params, error,
@@ -187,6 +218,16 @@ class SchedulerHalf:
             tuple(ids[-window:] if window else ids)
             for ids, window in zip(blocks, self._windows, strict=True)
         )
+
+
+def _transfer(value: object) -> str:
+    """ValueError for what cannot be a transfer's id."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"transfer_id {value!r} is neither a text nor a number")
+    text = str(value)
+    if not 0 < len(text.encode()) <= MAX_ROOM:
+        raise ValueError(f"transfer_id {text:.40}... has not 1 to {MAX_ROOM} bytes in UTF-8")
+    return text
 
 
 def _state(request: Request) -> str:

@@ -87,10 +87,10 @@ class Worker:
         prefill, decode = self._roles
         if prefill:
             self._prefill = PrefillHalf(*parts)
-            stack.push_async_callback(self._prefill.close)
             server = Server(self._prefill.hear)
             server.open(options.host, options.port + self._rank)
             stack.push_async_callback(server.close)
+            stack.push_async_callback(self._prefill.close)  # which has to say so
         if decode:
             self._decode = DecodeHalf(*parts)
             stack.push_async_callback(self._decode.close)
@@ -137,6 +137,8 @@ class Worker:
         """Give everything up, and return when nobody uses the caches any more. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            with contextlib.suppress(EngineClosed):
-                thread.run(self._stack.aclose)
-            thread.stop()
+            try:
+                with contextlib.suppress(EngineClosed):
+                    thread.run(self._stack.aclose)
+            finally:
+                thread.stop()

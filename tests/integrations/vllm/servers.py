@@ -104,11 +104,14 @@ class Server:
     def step(self, step: Step) -> None:
         self.worker.step(step)
 
-    def offer(self, request: str, *blocks: Sequence[int], transfer: str = "") -> None:
-        self.step(Step(offers=[Offer(request, transfer or request, tuple(map(tuple, blocks)))]))
+    def offer(
+        self, request: str, *blocks: Sequence[int], transfer: str = "", tokens: int = 1
+    ) -> None:
+        offer = Offer(request, transfer or request, tuple(map(tuple, blocks)), tokens)
+        self.step(Step(offers=[offer]))
 
-    def load(self, request: str, source: Source, *blocks: Sequence[int]) -> None:
-        self.step(Step(loads=[Load(request, source, tuple(map(tuple, blocks)))]))
+    def load(self, request: str, source: Source, *blocks: Sequence[int], tokens: int = 1) -> None:
+        self.step(Step(loads=[Load(request, source, tuple(map(tuple, blocks)), tokens)]))
 
     def look(self) -> None:
         """What vLLM does after each step, in its order."""

@@ -70,7 +70,7 @@ class Side:
 
     def __init__(self, connector: Any, role: str, port: int) -> None:
         self.cache = np.zeros((BLOCKS, HEADS, TOKENS, WIDTH), np.int16)
-        cache_config = caches(AttentionSpec(num_kv_heads=HEADS))
+        cache_config = caches(AttentionSpec(num_kv_heads=HEADS, block_size=TOKENS))
         self.scheduler = connector(config(role, port), Role.SCHEDULER, cache_config)
         self.worker = connector(config(role, port), Role.WORKER, cache_config)
         self.worker.register_kv_caches({"layer0": as_tensor(self.cache)})
@@ -123,7 +123,7 @@ def test_replicas_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     scheduler = connector(
         config("kv_producer", 5000, tensor_parallel_size=4, data_parallel_index=2),
         Role.SCHEDULER,
-        caches(AttentionSpec(num_kv_heads=1)),
+        caches(AttentionSpec(num_kv_heads=1, block_size=TOKENS)),
     )
     _, params = scheduler.request_finished(request({"do_remote_decode": True}), [1])
     assert params["remote_port"] == 5008

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from integrations.processes import until
 from integrations.vllm.servers import Child, Group, Server, child, free_ports
 
+from aioflagcx.errors import HandshakeRejected
 from aioflagcx.integrations.vllm.scheduler import Release, Source, Step
 
 Servers = Callable[..., Server]
@@ -167,6 +170,141 @@ def test_what_does_not_fit_fails_with_the_reason_before_any_byte(
     assert words in decode.reasons()[0][2]
     assert not any(cache.any() for cache in decode.caches)
     prefill.wait_sent("r")
+
+
+def test_prompts_of_other_lengths_are_not_taken_for_each_other(servers: Servers) -> None:
+    port = free_ports()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    prefill.offer("r", [1, 2], tokens=8)
+    decode.load("r", source("r", port), [1], tokens=4)
+    decode.wait_received("r")
+    assert decode.invalid == {1}
+    assert "computed a prompt of 8 tokens, decode's has 4" in decode.reasons()[0][2]
+    assert not decode.caches[0].any()
+    prefill.wait_sent("r")
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "words"),
+    [
+        ("http://10.0.0.1", 1, "it could not be asked for"),
+        ("\ud800", 1, "it could not be asked for"),
+        ("127.0.0.1", 3, "4 heads are not divided evenly among 3 ranks"),
+    ],
+)
+def test_a_source_that_cannot_be_is_a_failure_of_its_request_alone(
+    servers: Servers, host: str, ranks: int, words: str
+) -> None:
+    port = free_ports()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    bad = Source("bad", host, 20_000, ranks)
+    decode.load("bad", bad, [1])
+    decode.step(Step(aborts=[("bad", "test")], releases=[Release("also bad", bad)]))
+    decode.load("worse", bad, [2])
+    prefill.offer("good", [5])
+    decode.load("good", source("good", port), [3])
+    decode.wait_received("bad", "worse", "good")
+    assert decode.invalid - {1} == {2}  # the first one may have been aborted before
+    assert words in str(decode.reasons())
+    decode.worker.close()
+
+
+def test_a_prefill_that_closes_says_so(servers: Servers) -> None:
+    port = free_ports()
+    prefill, decode = servers("prefill", port), servers("decode")
+    decode.load("r", source("r", port), [1])
+    until(lambda: prefill.worker._prefill and prefill.worker._prefill._writers)
+    prefill.close()
+    decode.wait_received("r")
+    assert "prefill's worker is closing" in decode.reasons()[0][2]
+
+
+def test_a_fetch_survives_a_session_that_is_fenced_as_soon_as_it_is_there(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_ports()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    engine = prefill.worker._prefill._engine
+    connect, times = engine.connect, 3
+
+    async def fenced(session_id: str, **options: Any) -> Any:
+        nonlocal times
+        times -= 1
+        if times >= 0:
+            raise HandshakeRejected("fenced")
+        return await connect(session_id, **options)
+
+    monkeypatch.setattr(engine, "connect", fenced)
+    prefill.offer("r", [1])
+    decode.load("r", source("r", port), [2])
+    decode.wait_received("r")
+    assert not decode.invalid, decode.reasons()
+    assert times < 0
+
+
+def test_what_was_lost_with_the_side_channels_connection_is_said_again(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioflagcx.integrations.vllm.decode._CHECK", 0.02)
+    port = free_ports()
+    prefill, decode = filled(servers("prefill", port)), servers("decode")
+    with Cut(port) as cut:
+        decode.load("r", source("r", cut.port), [1])
+        until(lambda: prefill.worker._prefill._writers)
+        cut.now()
+        prefill.offer("r", [4])  # asks on a connection that has ended
+        decode.wait_received("r")
+    assert not decode.invalid, decode.reasons()
+    assert (decode.caches[0][:, 1] == prefill.caches[0][:, 4]).all()
+    prefill.wait_sent("r")
+
+
+class Cut:
+    """A port that leads to another one; connections can be cut, and new ones lead there again."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Cut:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self.now()
+        for thread in self._threads:
+            thread.join()
+        for each in (self._listener, *self._sockets):
+            each.close()
+
+    def now(self) -> None:
+        for each in tuple(self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                there = self._listener.accept()[0]
+                self._sockets.append(there)
+                back = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets.append(back)
+                for pair in ((there, back), (back, there)):
+                    self._threads.append(threading.Thread(target=self._pass, args=pair))
+                    self._threads[-1].start()
+
+    @staticmethod
+    def _pass(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65_536):
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
 
 
 def test_what_decode_does_not_need_is_free_on_prefill(servers: Servers) -> None:

@@ -39,7 +39,7 @@ def request(
 
 
 def half(**options: Any) -> SchedulerHalf:
-    return SchedulerHalf("10.0.0.9", 14700, 4, **options)
+    return SchedulerHalf("10.0.0.9", 14700, 4, **{"block_sizes": (32,), **options})
 
 
 def test_a_prompt_that_prefill_has_is_loaded_between_steps() -> None:
@@ -48,7 +48,7 @@ def test_a_prompt_that_prefill_has_is_loaded_between_steps() -> None:
     assert scheduler.step() == Step()
     scheduler.allocated(wanted, [[5, 6, 7]], 68)
     step = scheduler.step()
-    assert step == Step(loads=[Load("r", SOURCE, ((5, 6, 7),))])
+    assert step == Step(loads=[Load("r", SOURCE, ((5, 6, 7),), 100)])
     assert pickle.loads(pickle.dumps(step)) == step
     assert scheduler.step() == Step()
 
@@ -104,7 +104,7 @@ def test_a_computed_request_is_offered_and_its_blocks_stay(
     params = {"do_remote_decode": True, "transfer_id": transfer}
     stay, answer = scheduler.finished(request(params, status), [[1, 2]])
     assert stay
-    assert scheduler.step() == Step(offers=[Offer("r", transfer or "r", ((1, 2),))])
+    assert scheduler.step() == Step(offers=[Offer("r", transfer or "r", ((1, 2),), 100)])
     # What the answer says is what decode needs.
     other = half()
     other.allocated(request(answer), [[7]], 100)
@@ -131,16 +131,28 @@ def test_requests_of_others_are_left_alone(params: dict[str, Any] | None) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        {"transfer_id": None, "remote_host": None, "remote_port": None},
+        {"transfer_id": ..., "remote_host": ..., "remote_port": ...},
+        {"transfer_id": None},
+        {"transfer_id": True},
+        {"transfer_id": ""},
+        {"transfer_id": "t" * 1025},
+        {"transfer_id": "\ud800"},
+        {"remote_host": None},
+        {"remote_host": ""},
         {"remote_port": 70_000},
         {"remote_port": "x"},
+        {"remote_port": float("inf")},
+        {"remote_port": float("nan")},
+        {"remote_port": -5, "remote_tp_size": 10},
+        {"remote_port": -999_999_999, "remote_tp_size": 1_000_000_000},
         {"remote_tp_size": 0},
+        {"remote_tp_size": 257},
     ],
 )
 def test_a_request_with_a_wrong_source_is_computed_here_and_the_log_says_so(
     change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    params = {key: value for key, value in {**REMOTE, **change}.items() if value is not None}
+    params = {key: value for key, value in {**REMOTE, **change}.items() if value is not ...}
     scheduler, wrong = half(), request(params)
     assert scheduler.matched_tokens(wrong, 0) == (0, False)
     scheduler.allocated(wrong, [[1]], 0)
@@ -150,8 +162,23 @@ def test_a_request_with_a_wrong_source_is_computed_here_and_the_log_says_so(
     assert "request r" in record.getMessage()
 
 
+def test_blocks_behind_the_prompt_are_not_offered() -> None:
+    """There are some when more than one token was generated, or room was made for guesses."""
+    scheduler = half(block_sizes=(32, 64))
+    scheduler.finished(request({"do_remote_decode": True}, tokens=64), [[1, 2, 3], [4, 5]])
+    assert scheduler.step().offers == [Offer("r", "r", ((1, 2), (4,)), 64)]
+
+
+def test_what_no_decode_could_name_is_not_offered(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = half()
+    named = request({"do_remote_decode": True, "transfer_id": "t" * 1025})
+    assert scheduler.finished(named, [[1]]) == (False, None)
+    assert scheduler.step() == Step()
+    assert "nobody can fetch its KV cache" in caplog.text
+
+
 def test_of_a_sliding_window_only_the_last_blocks_are_handed_over() -> None:
-    scheduler = half(windows=(0, 2))
+    scheduler = half(block_sizes=(32, 32), windows=(0, 2))
     scheduler.allocated(request(REMOTE), [[1, 2, 3], [4, 5, 6]], 100)
     assert scheduler.step().loads[0].blocks == ((1, 2, 3), (5, 6))
     scheduler.loaded(["r"])

@@ -15,10 +15,12 @@ from integrations.vllm.servers import Group, Server, child, free_ports
 
 from aioflagcx import Engine
 from aioflagcx.integrations.vllm import channel
+from aioflagcx.integrations.vllm import decode as halves
 from aioflagcx.integrations.vllm.channel import Clients, Reply
 from aioflagcx.integrations.vllm.messages import (
     Accepted,
     Ask,
+    Check,
     Done,
     Failed,
     Fetch,
@@ -75,8 +77,8 @@ async def test_who_asks_after_a_load_was_given_up_may_not_write(
 ) -> None:
     decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
     id, reply = await prefill.accepted()
-    ask = Ask(id, prefill.engine.engine_id)
-    assert await prefill.answer(reply, ask) == Grant(id)
+    ask = Ask(id, prefill.engine.engine_id, 3)
+    assert await prefill.answer(reply, ask) == Grant(id, 3)
     decode.step(Step(aborts=[("r", "test")]))
     assert (await prefill.heard.get())[0] == Stop(id, "test")
     assert await prefill.answer(reply, ask) == Stop(id, "it was given up")
@@ -107,7 +109,7 @@ async def test_who_failed_and_may_not_be_quiet_is_fenced_off(
     decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
     id, reply = await prefill.accepted()
     session = await prefill.engine.connect(decode.identity()[0])
-    assert await prefill.answer(reply, Ask(id, prefill.engine.engine_id)) == Grant(id)
+    assert await prefill.answer(reply, Ask(id, prefill.engine.engine_id, 1)) == Grant(id, 1)
     reply(Failed(id, "a reason", False))
     await asyncio.to_thread(decode.wait_received, "r")
     assert decode.invalid == {1}
@@ -130,7 +132,7 @@ async def ask() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     ) -> tuple[Callable[[Message], None], asyncio.Queue[Message]]:
         session, engine_id, layout = identity
         start = Start(id, id.hex(), 0, 1, layout, (np.array(blocks, np.int64),), b"")
-        fetch = Fetch(start, session, engine_id, "r", (group.names(0),))
+        fetch = Fetch(start, session, engine_id, "r", (group.names(0),), 1)
         address = f"127.0.0.1:{port}"
         clients.send(address, fetch)
         assert isinstance(await heard.get(), Accepted)
@@ -145,7 +147,7 @@ async def test_another_engine_at_decodes_address_gets_nothing(
 ) -> None:
     with contextlib.closing(Server("prefill", port := free_ports())) as prefill:
         session, _, layout = decode.identity()
-        _, heard = await ask(port, (session, "another", layout), [1], Group())
+        _, heard = await ask(port, (session, "0" * 32, layout), [1], Group())
         prefill.offer("r", [1], transfer=ID.hex())
         failed = await heard.get()
         assert isinstance(failed, Failed) and failed.quiet
@@ -158,12 +160,81 @@ async def test_who_is_not_answered_gives_up(
 ) -> None:
     port = free_ports()
     with contextlib.closing(Server("prefill", port, answer_timeout=0.05)) as prefill:
-        _, heard = await ask(port, decode.identity(), [1], Group())
+        send, heard = await ask(port, decode.identity(), [1], Group())
         prefill.offer("r", [1], transfer=ID.hex())
-        assert isinstance(await heard.get(), Ask)
+        question = await heard.get()
+        assert isinstance(question, Ask)
+        send(Grant(ID, question.number + 1))  # of another question
         failed = await heard.get()
         assert isinstance(failed, Failed) and failed.quiet
-        assert "decode did not answer within 0.05 s" in failed.reason
+        assert f"decode at {decode.identity()[0]} did not answer within 0.05 s" in failed.reason
+
+
+async def test_who_checks_hears_again_what_was_said(
+    ask: Callable[..., Awaitable[Any]], decode: Server
+) -> None:
+    with contextlib.closing(Server("prefill", port := free_ports())) as prefill:
+        send, heard = await ask(port, decode.identity(), [1], Group())
+        send(Check(ID))
+        assert isinstance(await heard.get(), Accepted)
+        prefill.offer("r", [1], transfer=ID.hex())
+        question = await heard.get()
+        assert isinstance(question, Ask)
+        send(Check(ID))
+        assert isinstance(await heard.get(), Accepted)
+        assert await heard.get() == question
+        send(Grant(ID, question.number))
+        assert await heard.get() == Done(ID)
+        send(Check(ID))
+        assert await heard.get() == Done(ID)
+        send(Check(bytes(15) + b"x"))
+        failed = await heard.get()
+        assert isinstance(failed, Failed) and not failed.quiet
+        assert "prefill does not know of this fetch" in failed.reason
+        prefill.wait_sent("r")
+
+
+async def test_decode_checks_on_what_it_waits_for(
+    prefill: FakePrefill, decode: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halves, "_CHECK", 0.01)
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    id, _ = await prefill.accepted()
+    check, reply = await prefill.heard.get()
+    assert check == Check(id)
+    reply(Done(id))
+    await asyncio.to_thread(decode.wait_received, "r")
+    assert not decode.invalid
+
+
+async def test_decode_says_again_what_may_have_been_lost(
+    prefill: FakePrefill, decode: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halves, "_CHECK", 0.01)
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    (first, _), (again, reply) = [await prefill.heard.get() for _ in range(2)]
+    assert isinstance(first, Fetch) and isinstance(again, Fetch)
+    assert first.start.id == again.start.id
+    reply(Ask(first.start.id, prefill.engine.engine_id, 1))
+    while not isinstance((await prefill.heard.get())[0], Grant):
+        pass
+    decode.step(Step(aborts=[("r", "test")]))
+    stops = 0
+    while stops < 2:
+        stops += isinstance((await prefill.heard.get())[0], Stop)
+    while not isinstance((await prefill.heard.get())[0], Check):
+        pass
+    reply(Failed(first.start.id, "as told", True))
+    await asyncio.to_thread(decode.wait_received, "r")
+
+
+async def test_prefill_is_who_it_says_it_is(prefill: FakePrefill, decode: Server) -> None:
+    decode.load("r", Source("r", "127.0.0.1", prefill.port, 1), [1])
+    fetch, reply = await prefill.heard.get()
+    assert isinstance(fetch, Fetch)
+    reply(Accepted(fetch.start.id, prefill.engine.session_id, "0" * 32))
+    await asyncio.to_thread(decode.wait_received, "r")
+    assert "another engine answers at" in decode.reasons()[0][2]
 
 
 async def test_prefill_does_not_call_quiet_what_a_stopped_decode_has_not_confirmed(
@@ -182,7 +253,7 @@ async def test_prefill_does_not_call_quiet_what_a_stopped_decode_has_not_confirm
             send, heard = await ask(port, identity, blocks, group, id)
             prefill.offer(id.hex(), blocks)
             assert isinstance(await heard.get(), Ask)
-            send(Grant(id))
+            send(Grant(id, 1))
             await asyncio.to_thread(until, lambda: decode.memory[0])
             decode.stop()
             if not decode.memory.all():
