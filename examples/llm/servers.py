@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from aioflagcx.errors import HandoverError
-from aioflagcx.kv import KVManager, KVReceiver
+from aioflagcx.kv import KVManager, KVReceiver, KVSender
 from inference.blocks import BlockPool
 from inference.web import begin, send
 
@@ -40,16 +40,27 @@ class PrefillServer:
         """Cancelled when the front hangs up, which gives the room up on both sides."""
         job = await request.json()
         sender = self._manager.sender(job["room"])
-        blocks = await self._pool.take(blocks_for(len(job["tokens"])))
         try:
-            first = await asyncio.to_thread(self._compute, job["tokens"], blocks)
-            await sender.send(blocks, aux=json.dumps({"first": first}).encode())
-        except HandoverError as error:
+            await self._hand_over(sender, job["tokens"])
+        except (HandoverError, ValueError) as error:
             return web.json_response({"error": str(error)})
         finally:
-            self._pool.give_back(blocks)  # nothing reads them any more, however send() ended
             await sender.abort("prefill was given up")  # nothing after success
         return web.json_response({})
+
+    async def _hand_over(self, sender: KVSender, tokens: list[int]) -> None:
+        blocks = await self._pool.take(blocks_for(len(tokens)))
+        computing = asyncio.create_task(asyncio.to_thread(self._compute, tokens, blocks))
+        try:
+            first = await asyncio.shield(computing)
+            await sender.send(blocks, aux=json.dumps({"first": first}).encode())
+        finally:
+            # Nothing is sent from them any more, however send() ended; but what the accelerator
+            # has begun it goes on with when the request is given up.
+            if computing.done():
+                self._pool.give_back(blocks)
+            else:
+                computing.add_done_callback(lambda _: self._pool.give_back(blocks))
 
     def _compute(self, tokens: list[int], blocks: list[int]) -> int:
         """What the accelerator does."""
@@ -79,13 +90,17 @@ class DecodeServer:
         try:
             async for token in self._generate(job):
                 await send(response, {"token": token})
-        except HandoverError as error:
+        except (HandoverError, ValueError) as error:
             await send(response, {"error": str(error)})
         return response
 
     async def _generate(self, job: dict[str, Any]) -> Any:
         blocks = await self._pool.take(blocks_for(job["tokens"]))
-        receiver = self._manager.receiver(job["room"], job["prefill"])
+        try:
+            receiver = self._manager.receiver(job["room"], job["prefill"])
+        except ValueError:
+            self._pool.give_back(blocks)
+            raise
         try:
             await receiver.start(blocks)
             first = json.loads(await receiver.done())["first"]

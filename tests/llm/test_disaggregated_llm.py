@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +29,7 @@ from llm.model import (
     PagedCache,
     make_tokenizer,
 )
+from llm.servers import PrefillServer
 
 SCRIPT = "disaggregated_llm.py"
 
@@ -87,6 +92,28 @@ def test_the_front_streams_tokens_and_survives_who_hangs_up() -> None:
     assert tokenizer.decode(ids) == prompt
     assert [line["token"] for line in lines] == Model(0).alone(ids, 12)
     assert [line["text"] for line in lines] == [tokenizer.decode([one["token"]]) for one in lines]
+
+
+async def test_blocks_are_not_given_back_while_the_accelerator_computes_into_them() -> None:
+    begun, proceed = threading.Event(), threading.Event()
+
+    def step(tokens: list[int], cache: Any) -> int:
+        begun.set()
+        proceed.wait()
+        return 1
+
+    stored: list[list[int]] = []
+    cache = SimpleNamespace(blocks=4, store=lambda blocks, _: stored.append(blocks))
+    model = SimpleNamespace(new_cache=lambda: None, step=step)
+    server = PrefillServer(Any, cache, model)  # type: ignore[arg-type]
+    request = asyncio.create_task(server._hand_over(Any, [1] * BLOCK_TOKENS))  # type: ignore[arg-type]
+    await asyncio.to_thread(begun.wait)
+    request.cancel()
+    await asyncio.wait([request])
+    assert server._pool.free == 3
+    proceed.set()
+    await server._pool.take(4)
+    assert len(stored) == 1
 
 
 def test_the_paged_cache_gives_back_what_was_stored() -> None:
