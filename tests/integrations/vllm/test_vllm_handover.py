@@ -120,6 +120,39 @@ def test_each_rank_gets_its_heads_from_any_number_of_ranks(
         prefill.wait_sent("r")
 
 
+@pytest.mark.parametrize(("src_ranks", "dst_ranks"), [(1, 2), (2, 1), (4, 2), (2, 4)])
+def test_groups_of_different_heads_go_from_any_number_of_ranks_to_any_other(
+    servers: Servers, src_ranks: int, dst_ranks: int
+) -> None:
+    port = free_ports(src_ranks)
+    groups = Group(heads=4), Group(layers=2, blocks=16, heads=2)
+    random = np.random.default_rng(6)
+    wholes = [random.integers(1, 256, group.shape(1), np.uint8) for group in groups]
+
+    def part(group: int, rank: int, ranks: int) -> Any:
+        heads = groups[group].heads
+        first = rank * heads // ranks
+        return wholes[group][:, :, first : first + max(heads // ranks, 1)]
+
+    for rank in range(src_ranks):
+        prefill = servers("prefill", port, groups=groups, rank=rank, ranks=src_ranks)
+        for group, cache in enumerate(prefill.caches):
+            cache[:] = part(group, rank, src_ranks)
+        prefill.offer("r", [1, 2, 3], [9])
+    decodes = [
+        servers("decode", groups=groups, rank=rank, ranks=dst_ranks) for rank in range(dst_ranks)
+    ]
+    for decode in decodes:
+        decode.load("r", source("r", port, src_ranks), [8, 5, 6], [4])
+    for rank, decode in enumerate(decodes):
+        decode.wait_received("r")
+        assert not decode.failed, decode.reasons()
+        for group, (src, dst) in enumerate((([1, 2, 3], [8, 5, 6]), ([9], [4]))):
+            expected = np.zeros_like(decode.caches[group])
+            expected[:, dst] = part(group, rank, dst_ranks)[:, src]
+            assert (decode.caches[group] == expected).all()
+
+
 def test_groups_have_their_own_blocks_and_failures_are_told_by_request(servers: Servers) -> None:
     port = free_ports()
     groups = Group(), Group(layers=2, blocks=16, heads=2)
