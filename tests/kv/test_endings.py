@@ -387,7 +387,7 @@ async def test_a_decode_that_waits_for_longer_than_prefill_does_is_not_forgotten
 ) -> None:
     _, decode = pair
     memory = np.zeros(LAYERS * BLOCKS * BLOCK, np.uint8)
-    async with Server.open("prefill", memory, bootstrap_timeout=0.02) as prefill:
+    async with Server.open("prefill", memory, bootstrap_timeout=0.3) as prefill:
         receiver = decode.manager.receiver("r", prefill.manager.session_id)
         await receiver.start([5])
         await until(lambda: len(prefill.manager._lobby) == 1)

@@ -242,16 +242,6 @@ def test_a_source_that_cannot_be_is_a_failure_of_its_request_alone(
     decode.worker.close()
 
 
-def test_a_prefill_that_closes_says_so(servers: Servers) -> None:
-    port = free_ports()
-    prefill, decode = servers("prefill", port), servers("decode")
-    decode.load("r", source("r", port), [1])
-    until(lambda: prefill.worker._prefill and prefill.worker._prefill._writers)
-    prefill.close()
-    decode.wait_received("r")
-    assert "prefill's worker is closing" in decode.reasons()[0][2]
-
-
 def test_a_fetch_survives_a_session_that_is_fenced_as_soon_as_it_is_there(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

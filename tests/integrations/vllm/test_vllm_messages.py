@@ -155,6 +155,7 @@ async def test_sockets_of_prefills_that_are_not_asked_any_more_are_closed(
 ) -> None:
     """A decode meets more of them in its life than ZeroMQ has sockets."""
     monkeypatch.setattr(channel, "_MAX_IDLE", 2)
+    monkeypatch.setattr(channel, "_LINGER", 60_000)
     heard: asyncio.Queue[str] = asyncio.Queue()
     servers = [
         Server(lambda message, _: heard.put_nowait(getattr(message, "reason", "")))

@@ -170,6 +170,17 @@ async def test_who_is_not_answered_gives_up(
         assert f"decode at {decode.identity()[0]} did not answer within 0.05 s" in failed.reason
 
 
+async def test_a_prefill_that_closes_says_so(
+    ask: Callable[..., Awaitable[Any]], decode: Server
+) -> None:
+    with contextlib.closing(Server("prefill", port := free_ports())) as prefill:
+        _, heard = await ask(port, decode.identity(), [1], Group())
+        await asyncio.to_thread(prefill.close)
+        failed = await heard.get()
+    assert isinstance(failed, Failed) and failed.quiet
+    assert failed.reason == "prefill's worker is closing"
+
+
 async def test_who_checks_hears_again_what_was_said(
     ask: Callable[..., Awaitable[Any]], decode: Server
 ) -> None:
