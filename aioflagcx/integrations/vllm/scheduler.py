@@ -25,7 +25,7 @@ __all__ = ["Load", "Offer", "Release", "Request", "SchedulerHalf", "Step"]
 
 _logger = logging.getLogger(__name__)
 
-MAX_RANKS = 256
+_MAX_RANKS = 256
 """Of a prefill: each may need a socket of its own."""
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
@@ -202,7 +202,7 @@ class SchedulerHalf:
             if not isinstance(host, str) or not host:
                 raise ValueError(f"remote_host {host!r} is no address")
             port, ranks = int(params["remote_port"]), int(params.get("remote_tp_size", self._ranks))
-            if not 0 < ranks <= MAX_RANKS or not 0 < port <= 65_536 - ranks:
+            if not 0 < ranks <= _MAX_RANKS or not 0 < port <= 65_536 - ranks:
                 raise ValueError(f"remote_port {port} and remote_tp_size {ranks}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             _logger.warning(
